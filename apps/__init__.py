@@ -1,0 +1,1 @@
+"""What stays up: the inference app and what it is made of. Imports nothing from `tasks` or `workflows`."""

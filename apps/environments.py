@@ -1,0 +1,33 @@
+"""The app's image, resources and scaling. Variables are read when this module is imported: at deploy."""
+
+from __future__ import annotations
+
+import flyte
+import flyte.app
+
+from apps.settings import AppSettings, concurrency_target
+
+APP_NAME = "saturate-inference"
+CHUNK_SIZE = 50
+"""Rows of one request, from which the concurrency target of a replica is derived."""
+REQUEST_TIMEOUT_S = 3600
+"""Flyte's maximum. A request that wakes a replica waits for the image and the model, too."""
+
+settings = AppSettings()
+
+gpu = None if settings.accelerator == "cpu" else flyte.GPU(settings.accelerator, 1)
+
+image = flyte.Image.from_debian_base(python_version=(3, 12), name="saturate-app").with_pip_packages(
+    "vllm==0.32.0", "fastapi", "uvicorn[standard]", "pydantic-settings"
+)
+resources = flyte.Resources(cpu=6, memory="24Gi", gpu=gpu, disk="64Gi")
+scaling = flyte.app.Scaling(
+    replicas=(0, 2),
+    metric=flyte.app.Scaling.Concurrency(val=concurrency_target(settings.num_seqs, CHUNK_SIZE)),
+    scaledown_after=300,
+)
+timeouts = flyte.app.Timeouts(request=REQUEST_TIMEOUT_S)
+env_vars = {
+    f"SATURATE_{name.upper()}": str(value)
+    for name, value in settings.model_dump(exclude_unset=True, exclude={"simulated"}).items()
+}

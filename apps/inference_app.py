@@ -1,0 +1,189 @@
+"""The inference app: one engine and one shared TokenBatcher a replica, rows in, results out.
+
+Settings and engine come to life in the lifespan, so importing this module starts nothing and needs no
+vLLM. Every row is validated, admitted and answered by itself (`apps.admission`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from flyte.app.extras import FastAPIAppEnvironment
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from apps import environments
+from apps.admission import Admission, Reservation
+from apps.engines.base import Engine
+from apps.engines.simulated import SimulatedEngine
+from apps.engines.vllm_engine import VLLMEngine
+from apps.errors import EngineOverloaded, EngineUnavailable
+from apps.schema import GenerateRequest, GenerateResponse, ModelCard, ModelList, RowResult
+from apps.settings import AppSettings
+
+logger = logging.getLogger(__name__)
+
+ENGINE_DEAD_EXIT_CODE = 70
+"""EX_SOFTWARE: the platform replaces the replica."""
+LAST_ANSWERS_S = 1.0
+"""Time for the failed rows of a dead engine to reach their callers."""
+
+
+def make_engine(settings: AppSettings) -> Engine:
+    """Blocks until the engine is ready: a minute or more for vLLM."""
+    return SimulatedEngine(settings) if settings.engine == "simulated" else VLLMEngine(settings)
+
+
+def end_process() -> None:
+    """Ends a replica whose engine is dead, once the failed rows have been answered."""
+    asyncio.get_running_loop().call_later(LAST_ANSWERS_S, os._exit, ENGINE_DEAD_EXIT_CODE)
+
+
+def create_app(
+    make_engine: Callable[[AppSettings], Engine] = make_engine,
+    load_settings: Callable[[], AppSettings] = lambda: AppSettings(),
+    on_dead: Callable[[], None] = end_process,
+) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        settings = load_settings()
+        engine = make_engine(settings)
+        logger.info("engine ready: %s", engine.limits)
+        try:
+            async with Admission(engine, settings, on_dead) as admission:
+                app.state.settings = settings
+                app.state.engine = engine
+                app.state.admission = admission
+                app.state.started = int(time.time())
+                yield
+        finally:
+            await engine.close()
+
+    app = FastAPI(title="Saturate inference", lifespan=lifespan)
+    app.add_api_route("/generate", generate, methods=["POST"], response_model=GenerateResponse)
+    app.add_api_route("/v1/models", models)
+    app.add_api_route("/health", health)
+    app.add_api_route("/stats", stats)
+    app.add_exception_handler(EngineOverloaded, _ask_again_later)
+    app.add_exception_handler(EngineUnavailable, _ask_again_later)
+    app.add_middleware(BodyLimit)
+    return app
+
+
+async def generate(body: GenerateRequest, request: Request) -> Response:
+    """One result a row, in the order of the request, once the last row is finished."""
+    state = request.app.state
+    admission: Admission = state.admission
+    served = state.engine.limits.model
+    if body.model not in ("", served):
+        raise HTTPException(409, f"model is {body.model!r}, this app serves {served!r}")
+    if len(body.rows) > admission.max_queue_size:
+        raise HTTPException(413, f"{len(body.rows)} rows in one request, at most {admission.max_queue_size}")
+    with admission.reserve(len(body.rows)) as reservation:
+        results = await _answer(body, request, admission, reservation)
+    return Response(GenerateResponse(results=results).model_dump_json(), media_type="application/json")
+
+
+async def _answer(
+    body: GenerateRequest, request: Request, admission: Admission, reservation: Reservation
+) -> list[RowResult]:
+    """Runs all rows; when the deadline passes or the client leaves, unfinished ones are aborted."""
+    tasks = [asyncio.create_task(admission.run(row, body.sampling, reservation)) for row in body.rows]
+    all_rows = asyncio.create_task(_wait_for(tasks))
+    gone = asyncio.create_task(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({all_rows, gone}, timeout=body.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        all_rows.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return [
+        RowResult.failed(row.id, "timeout", f"no completion within {body.deadline_s} s")
+        if task.cancelled()
+        else task.result()
+        for row, task in zip(body.rows, tasks, strict=True)
+    ]
+
+
+async def _wait_for(tasks: list[asyncio.Task[RowResult]]) -> None:
+    await asyncio.wait(tasks)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def models(request: Request) -> ModelList:
+    limits = request.app.state.engine.limits
+    card = ModelCard(
+        id=limits.model,
+        created=request.app.state.started,
+        revision=limits.model_revision,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        engine=limits.engine,
+    )
+    return ModelList(data=[card])
+
+
+async def health(request: Request) -> dict[str, str]:
+    """200 while the engine and both loops of the batcher live, else 503."""
+    await request.app.state.engine.check_health()
+    if not request.app.state.admission.loops_alive:
+        raise EngineUnavailable("a loop of the TokenBatcher died")
+    return {"status": "ok"}
+
+
+async def stats(request: Request) -> dict[str, Any]:
+    current: dict[str, Any] = request.app.state.admission.stats()
+    return current
+
+
+async def _ask_again_later(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, EngineOverloaded | EngineUnavailable)
+    status = 429 if isinstance(exc, EngineOverloaded) else 503
+    headers = {"Retry-After": str(max(1, round(exc.retry_after_s)))}
+    return Response(str(exc), status_code=status, headers=headers, media_type="text/plain")
+
+
+class BodyLimit:
+    """ASGI middleware: reading stops with 413 once a body exceeds `max_request_bytes`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            limit = scope["app"].state.settings.max_request_bytes
+            if num_bytes > limit:
+                raise HTTPException(413, f"the body exceeds {limit} bytes")
+            return message
+
+        await self._app(scope, counted if scope["type"] == "http" else receive, send)
+
+
+app = create_app()
+app_env = FastAPIAppEnvironment(
+    name=environments.APP_NAME,
+    app=app,
+    image=environments.image,
+    resources=environments.resources,
+    scaling=environments.scaling,
+    timeouts=environments.timeouts,
+    env_vars=environments.env_vars,
+    requires_auth=False,
+)

@@ -1,0 +1,1 @@
+"""The steps a driver is made of. Imports `apps`, never `workflows`."""

@@ -1,0 +1,126 @@
+"""The HTTP client of the app: what httpx and the status codes mean is decided here and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Self, TypeVar
+
+import httpx
+import tenacity
+from pydantic import ValidationError
+
+from apps.errors import (
+    EngineError,
+    EngineOverloaded,
+    EngineTimeout,
+    EngineUnavailable,
+    RequestRefused,
+)
+from apps.schema import GenerateResponse, ModelCard, ModelList, RowResult
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+REQUEST_TIMEOUT_S = 3600.0
+"""As long as the platform lets a request live: one that wakes a replica waits for the model, too."""
+MAX_WAIT_S = 30.0
+"""Longest pause between two attempts."""
+
+
+class InferenceClient:
+    """One connection pool to one app; an async context manager.
+
+    Each method is one attempt. They raise `RequestRefused` for what no repetition will change, and
+    `EngineTimeout`, `EngineOverloaded` or `EngineUnavailable` for what a later one may; `patiently` repeats.
+    """
+
+    def __init__(self, endpoint: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=endpoint,
+            transport=transport,
+            timeout=httpx.Timeout(60.0, read=REQUEST_TIMEOUT_S, pool=None),
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        await self._http.__aexit__(*exc_info)
+
+    async def served_model(self) -> ModelCard:
+        """Waits for a replica that is scaled to zero, as long as the platform holds the request."""
+        body = await self._send("GET", "/v1/models")
+        (card,) = _parse(ModelList, body).data
+        return card
+
+    async def generate(self, body: dict[str, Any]) -> list[RowResult]:
+        """`body` as `GenerateRequest`; one result a row, in its order."""
+        results = _parse(GenerateResponse, await self._send("POST", "/generate", json=body)).results
+        if [result.id for result in results] != [row["id"] for row in body["rows"]]:
+            raise EngineError("the app answered other rows than it was asked")
+        return results
+
+    async def _send(self, method: str, path: str, **options: Any) -> bytes:
+        try:
+            response = await self._http.request(method, path, **options)
+        except httpx.TimeoutException as exc:
+            raise EngineTimeout(f"{method} {path}: {exc!r}") from exc
+        except httpx.TransportError as exc:
+            raise EngineUnavailable(f"{method} {path}: {exc!r}") from exc
+        if response.is_success:
+            return response.content
+        raise error_of_status(response)
+
+
+def error_of_status(response: httpx.Response) -> EngineError | RequestRefused:
+    """408, 429 and every 5xx may pass; any other status is final."""
+    message = f"{response.status_code} from {response.url}: {response.text[:500]}"
+    after = response.headers.get("Retry-After", "")
+    retry_after_s = float(after) if after.isdecimal() else 1.0
+    if response.status_code == 429:
+        return EngineOverloaded(message, retry_after_s)
+    if response.status_code == 408 or response.status_code == 504:
+        return EngineTimeout(message)
+    if response.status_code >= 500:
+        return EngineUnavailable(message, retry_after_s)
+    return RequestRefused(message)
+
+
+async def patiently(call: Callable[[], Awaitable[T]], patience_s: float) -> T:
+    """Repeats `call` while it raises `EngineError`, for up to `patience_s` seconds; then the last one leaves.
+
+    The wait grows with jitter, and is never shorter than a `Retry-After`.
+    """
+    retrying = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type(EngineError),
+        stop=tenacity.stop_before_delay(patience_s),
+        wait=_wait_s,
+        before_sleep=tenacity.before_sleep_log(logger, logging.INFO),
+        reraise=True,
+    )
+    async for attempt in retrying:
+        with attempt:
+            return await call()
+    raise AssertionError("tenacity raises the last error")
+
+
+_backoff = tenacity.wait_random_exponential(multiplier=0.5, max=MAX_WAIT_S)
+_jitter = tenacity.wait_random(0, 1)
+
+
+def _wait_s(state: tenacity.RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    return getattr(error, "retry_after_s", 0.0) * (1 + 0.5 * _jitter(state)) + _backoff(state)
+
+
+ModelT = TypeVar("ModelT", GenerateResponse, ModelList)
+
+
+def _parse(model: type[ModelT], body: bytes) -> ModelT:
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as exc:
+        raise EngineError(f"not an answer of the inference app: {exc}") from exc

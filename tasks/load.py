@@ -1,0 +1,131 @@
+"""A data set as an iterator of rows, from the Hub or from a file.
+
+A row is a dict from column name to Python value, as the source has it: nothing is coerced, so that a
+number where text was expected is seen and not silently turned into text.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import tenacity
+
+from apps.errors import JobError
+
+Rows = Iterator[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hub id with its configuration, split and revision, or the path of one file."""
+
+    dataset: str
+    config: str = ""
+    split: str = "train"
+    revision: str = ""
+
+
+def load_rows(source: Source) -> Rows:
+    """Opens the source and yields its rows in order; raises `JobError` naming what cannot be used."""
+    path = Path(source.dataset).expanduser()
+    if path.is_file():
+        return _read_file(source.dataset, path)
+    if path.suffix in READERS or source.dataset.startswith(("/", ".", "~")):
+        raise JobError("dataset", source.dataset, "no such file")
+    return iter(_load_from_hub(source))
+
+
+def _read_file(dataset: str, path: Path) -> Rows:
+    if path.suffix not in READERS:
+        known = ", ".join(READERS)
+        raise JobError("dataset", dataset, f"unknown file type {path.suffix!r}, known are {known}")
+    return READERS[path.suffix](path)
+
+
+def _read_jsonl(path: Path) -> Rows:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.isspace():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as exc:
+                raise JobError("dataset", str(path), f"line {number} is not JSON: {exc}") from exc
+            if not isinstance(row, dict):
+                raise JobError("dataset", str(path), f"line {number} is not a JSON object")
+            yield row
+
+
+def _read_csv(path: Path) -> Rows:
+    """Every value is text, as it stands in the file."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    expected = len(reader.fieldnames or [])
+                    reason = f"line {reader.line_num} does not have {expected} fields"
+                    raise JobError("dataset", str(path), reason)
+                yield row
+        except (csv.Error, UnicodeDecodeError) as exc:
+            reason = f"line {reader.line_num + 1}: {exc}"
+            raise JobError("dataset", str(path), reason) from exc
+
+
+def _read_parquet(path: Path) -> Rows:
+    try:
+        file = pq.ParquetFile(path)
+    except (OSError, ValueError) as exc:
+        raise JobError("dataset", str(path), f"not a Parquet file: {exc}") from exc
+    with file:
+        for batch in file.iter_batches(batch_size=1024):
+            yield from batch.to_pylist()
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _load_from_hub(source: Source) -> Any:
+    """The split, memory-mapped from the local cache.
+
+    The Hub client retries most answers by itself, but neither a 500 for a revision nor one for a
+    download; both are asked for again here.
+    """
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError
+
+    datasets.disable_progress_bars()
+
+    def is_transient(exc: BaseException) -> bool:
+        if isinstance(exc, HfHubHTTPError):
+            return exc.response.status_code in (408, 429) or exc.response.status_code >= 500
+        return isinstance(exc, ConnectionError)
+
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_transient),
+        stop=tenacity.stop_after_attempt(5),
+        wait=tenacity.wait_exponential_jitter(initial=1, max=30),
+        reraise=True,
+    )
+    try:
+        return retrying(
+            datasets.load_dataset,
+            source.dataset,
+            source.config or None,
+            split=source.split,
+            revision=source.revision or None,
+        )
+    except (datasets.exceptions.DatasetNotFoundError, ValueError) as exc:
+        raise JobError("dataset", source.dataset, str(exc)) from exc
+    except (HfHubHTTPError, ConnectionError) as exc:
+        raise JobError("dataset", source.dataset, f"the Hub does not answer: {exc}") from exc

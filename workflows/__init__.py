@@ -1,0 +1,1 @@
+"""What you `flyte run`: one driver a file."""
