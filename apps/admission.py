@@ -19,9 +19,16 @@ from typing import Any, Self
 from flyte.extras import TokenBatcher
 
 from apps.engines.base import Engine, RenderedPrompt
-from apps.errors import EngineError, EngineOverloaded, EngineTimeout, EngineUnavailable, PromptError
+from apps.errors import (
+    EngineError,
+    EngineOverloaded,
+    EngineTimeout,
+    EngineUnavailable,
+    ErrorKind,
+    PromptError,
+)
 from apps.metrics import UseClock
-from apps.schema import ErrorKind, RawRow, Row, RowResult, SamplingParams, merge_sampling, parse_row
+from apps.schema import RawRow, Row, RowResult, SamplingParams, merge_sampling, parse_row
 from apps.settings import ROWS_IN_FLIGHT_PER_SEQ, AppSettings
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,23 @@ Exceptions of vLLM and httpx are turned into these where they enter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Literal
 
-if TYPE_CHECKING:
-    from apps.schema import ErrorKind
+ErrorKind = Literal[
+    "too_long",
+    "empty",
+    "invalid_prompt",
+    "invalid_sampling",
+    "invalid_schema",
+    "timeout",
+    "engine_error",
+    "cancelled",
+    "overloaded",
+]
+PERMANENT_KINDS: frozenset[ErrorKind] = frozenset(
+    {"too_long", "empty", "invalid_prompt", "invalid_sampling", "invalid_schema"}
+)
+"""Failures that repeat whenever the same row is sent; every other kind is worth another attempt."""
 
 
 class InferenceError(Exception):
@@ -25,7 +38,7 @@ class InferenceError(Exception):
 
 
 class PromptError(InferenceError):
-    """One row is at fault; `kind` is one of `apps.schema.PERMANENT_KINDS`."""
+    """One row is at fault; `kind` is one of `PERMANENT_KINDS`."""
 
     def __init__(self, kind: ErrorKind, message: str) -> None:
         super().__init__(message)

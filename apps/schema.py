@@ -10,23 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from apps.errors import PromptError
-
-ErrorKind = Literal[
-    "too_long",
-    "empty",
-    "invalid_prompt",
-    "invalid_sampling",
-    "invalid_schema",
-    "timeout",
-    "engine_error",
-    "cancelled",
-    "overloaded",
-]
-PERMANENT_KINDS: frozenset[ErrorKind] = frozenset(
-    {"too_long", "empty", "invalid_prompt", "invalid_sampling", "invalid_schema"}
-)
-"""Failures that repeat whenever the same row is sent; every other kind is worth another attempt."""
+from apps.errors import PERMANENT_KINDS, ErrorKind, PromptError
 
 MAX_REQUEST_BYTES = 32_000_000
 """Default limit of a body of `/generate`, and what a client keeps to."""

@@ -20,7 +20,7 @@ DRAIN_S = 30
 
 
 class ReportingServer(uvicorn.Server):
-    """Writes its port to the file descriptor `report` when the engine is loaded and requests are taken."""
+    """Writes its port to the file descriptor `report` once it takes requests, and closes it."""
 
     def __init__(self, config: uvicorn.Config, report: int) -> None:
         super().__init__(config)
@@ -31,6 +31,7 @@ class ReportingServer(uvicorn.Server):
         if self.started and sockets:
             port = sockets[0].getsockname()[1]
             os.write(self._report, json.dumps({"port": port}).encode() + b"\n")
+            os.close(self._report)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ async def fan_out(
 ) -> AsyncIterator[tuple[T, R]]:
     """Yields `(item, await run(item))` as each finishes, at most `limit` at a time.
 
-    An item is pulled only when there is room for it, so memory is O(limit). What `run` or `items`
+    One item is pulled ahead of the room for it, and no more, so memory is O(limit). What `run` or `items`
     raises ends the fan-out: the runs still going are cancelled and awaited first. A run that ends
     cancelled by itself raises `CancelledError`, too, instead of being waited for.
     """

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import tenacity
 
 from apps.errors import JobError
+from apps.schema import MAX_REQUEST_BYTES
 
 Rows = Iterator[dict[str, Any]]
 
@@ -33,6 +34,8 @@ class Source:
 
 def load_rows(source: Source) -> Rows:
     """Opens the source and yields its rows in order; raises `JobError` naming what cannot be used."""
+    if not source.dataset:
+        raise JobError("dataset", "", "is empty")
     path = Path(source.dataset).expanduser()
     if path.is_file():
         return _read_file(source.dataset, path)
@@ -55,7 +58,7 @@ def _read_jsonl(path: Path) -> Rows:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as exc:
+            except (ValueError, RecursionError) as exc:
                 raise JobError("dataset", str(path), f"line {number} is not JSON: {exc}") from exc
             if not isinstance(row, dict):
                 raise JobError("dataset", str(path), f"line {number} is not a JSON object")
@@ -63,9 +66,10 @@ def _read_jsonl(path: Path) -> Rows:
 
 
 def _read_csv(path: Path) -> Rows:
-    """Every value is text, as it stands in the file."""
+    """Every value is text, as it stands in the file; a quote that is never closed is an error."""
+    csv.field_size_limit(MAX_REQUEST_BYTES)
     with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
+        reader = csv.DictReader(file, strict=True)
         try:
             for row in reader:
                 if None in row or None in row.values():
@@ -73,19 +77,24 @@ def _read_csv(path: Path) -> Rows:
                     reason = f"line {reader.line_num} does not have {expected} fields"
                     raise JobError("dataset", str(path), reason)
                 yield row
-        except (csv.Error, UnicodeDecodeError) as exc:
+        except csv.Error as exc:
             reason = f"line {reader.line_num + 1}: {exc}"
             raise JobError("dataset", str(path), reason) from exc
+        except UnicodeDecodeError as exc:
+            raise JobError("dataset", str(path), f"not UTF-8: {exc}") from exc
 
 
 def _read_parquet(path: Path) -> Rows:
     try:
-        file = pq.ParquetFile(path)
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
     except (OSError, ValueError) as exc:
-        raise JobError("dataset", str(path), f"not a Parquet file: {exc}") from exc
-    with file:
-        for batch in file.iter_batches(batch_size=1024):
-            yield from batch.to_pylist()
+        raise JobError("dataset", str(path), f"not a Parquet file: {_first_line(exc)}") from exc
+
+
+def _first_line(exc: Exception) -> str:
+    return str(exc).partition("\n")[0] or repr(exc)
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {
@@ -103,13 +112,14 @@ def _load_from_hub(source: Source) -> Any:
     """
     import datasets
     from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import httpx
 
     datasets.disable_progress_bars()
 
     def is_transient(exc: BaseException) -> bool:
         if isinstance(exc, HfHubHTTPError):
             return exc.response.status_code in (408, 429) or exc.response.status_code >= 500
-        return isinstance(exc, ConnectionError)
+        return isinstance(exc, (ConnectionError, httpx.TransportError))
 
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
@@ -117,6 +127,7 @@ def _load_from_hub(source: Source) -> Any:
         wait=tenacity.wait_exponential_jitter(initial=1, max=30),
         reraise=True,
     )
+    unusable = (datasets.exceptions.DatasetsError, httpx.HTTPError, OSError, RuntimeError, ValueError)
     try:
         return retrying(
             datasets.load_dataset,
@@ -125,7 +136,5 @@ def _load_from_hub(source: Source) -> Any:
             split=source.split,
             revision=source.revision or None,
         )
-    except (datasets.exceptions.DatasetNotFoundError, ValueError) as exc:
-        raise JobError("dataset", source.dataset, str(exc)) from exc
-    except (HfHubHTTPError, ConnectionError) as exc:
-        raise JobError("dataset", source.dataset, f"the Hub does not answer: {exc}") from exc
+    except unusable as exc:
+        raise JobError("dataset", source.dataset, _first_line(exc)) from exc

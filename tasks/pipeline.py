@@ -115,7 +115,7 @@ async def run_job(job: Job) -> tuple[Manifest, Dir[Any]]:
             say(console, f"{tally.rows_in} rows: {totals.rows_ok} ok, {totals.rows_failed} failed")
             return manifest, await as_dir(folder, job.output)
     except (JobError, PromptError, RequestRefused) as exc:
-        raise flyte.errors.NonRecoverableError(str(exc)) from exc
+        raise flyte.errors.NonRecoverableError(str(exc)) from None
 
 
 def check_inputs(job: Job, is_local: bool) -> SamplingParams:
@@ -194,7 +194,9 @@ async def infer_or_fail(chunk: Chunk, endpoint: str, config: InferenceConfig) ->
         _raise_if_final(exc)
         logger.warning("chunk %d: no attempt is left: %s", chunk.number, exc)
     try:
-        return await infer_batch.override(retries=0)(chunk.file, endpoint, config, keep_failures=True)
+        last_call = infer_batch.override(retries=0)
+        answers: File[Any] = await last_call(chunk.file, endpoint, config, keep_failures=True)
+        return answers
     except (flyte.errors.BaseRuntimeError, asyncio.CancelledError) as exc:
         _raise_if_final(exc)
         rows = await read_chunk(chunk.file)

@@ -18,8 +18,8 @@ import jinja2.meta
 import jinja2.sandbox
 from pydantic import TypeAdapter, ValidationError
 
-from apps.errors import JobError, PromptError
-from apps.schema import ErrorKind, Message
+from apps.errors import ErrorKind, JobError, PromptError
+from apps.schema import Message
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def render_rows(rows: Iterable[dict[str, Any]], spec: PromptSpec) -> Iterator[Pr
         row_id = str(number)
         if spec.id_column:
             row_id = _read_id(row, spec.id_column, number)
-            digest = hashlib.blake2b(row_id.encode(errors="surrogatepass"), digest_size=8).digest()
+            digest = hashlib.blake2b(row_id.encode(), digest_size=8).digest()
             if seen.setdefault(digest, number) != number:
                 reason = f"id {row_id!r} of row {seen[digest]} stands again in row {number}"
                 raise JobError("id_column", spec.id_column, reason)
@@ -70,13 +70,10 @@ def render_rows(rows: Iterable[dict[str, Any]], spec: PromptSpec) -> Iterator[Pr
 
 
 def _make_renderer(spec: PromptSpec, first: dict[str, Any]) -> Callable[[dict[str, Any], str], PromptRow]:
-    named = {
-        "id_column": spec.id_column,
-        "reference_column": spec.reference_column,
-        "messages_column": spec.messages_column,
-    }
-    if not spec.template and not spec.messages_column:
-        named["prompt_column"] = spec.prompt_column
+    named = {"id_column": spec.id_column, "reference_column": spec.reference_column}
+    if not spec.template:
+        field = "messages_column" if spec.messages_column else "prompt_column"
+        named = {field: getattr(spec, field), **named}
     for field, column in named.items():
         if column and column not in first:
             raise JobError(field, column, f"the data set has the columns {', '.join(first)}")
@@ -84,7 +81,7 @@ def _make_renderer(spec: PromptSpec, first: dict[str, Any]) -> Callable[[dict[st
 
     def render(row: dict[str, Any], row_id: str) -> PromptRow:
         reference = row.get(spec.reference_column) if spec.reference_column else None
-        known = None if reference is None else str(reference)
+        known = None if reference is None else _as_text(reference)
         try:
             if template is not None:
                 return PromptRow(row_id, prompt=_fill(template, row), reference=known)
@@ -94,7 +91,7 @@ def _make_renderer(spec: PromptSpec, first: dict[str, Any]) -> Callable[[dict[st
             prompt = _read_text(row, spec.prompt_column)
             return PromptRow(row_id, prompt=prompt, reference=known)
         except PromptError as exc:
-            return PromptRow(row_id, reference=known, error_kind=exc.kind, error=str(exc))
+            return PromptRow(row_id, reference=known, error_kind=exc.kind, error=_as_text(exc))
 
     return render
 
@@ -102,7 +99,21 @@ def _make_renderer(spec: PromptSpec, first: dict[str, Any]) -> Callable[[dict[st
 def _read_id(row: dict[str, Any], column: str, number: int) -> str:
     if row.get(column) is None:
         raise JobError("id_column", column, f"row {number} has no id")
-    return str(row[column])
+    row_id = str(row[column])
+    if row_id != _as_text(row_id):
+        raise JobError("id_column", column, f"the id of row {number} is not Unicode text")
+    return row_id
+
+
+def _as_text(value: object) -> str:
+    """Lone surrogates, which JSON can hold and UTF-8 cannot, become question marks."""
+    return str(value).encode(errors="replace").decode()
+
+
+def _check_text(text: str, where: str) -> str:
+    if text != _as_text(text):
+        raise PromptError("invalid_prompt", f"{where}: not Unicode text")
+    return text
 
 
 def _read_text(row: dict[str, Any], column: str) -> str:
@@ -112,7 +123,7 @@ def _read_text(row: dict[str, Any], column: str) -> str:
         raise PromptError("invalid_prompt", f"column {column!r}: expected text, got {got}")
     if not value or value.isspace():
         raise PromptError("empty", f"column {column!r} is empty")
-    return value
+    return _check_text(value, f"column {column!r}")
 
 
 MESSAGES: TypeAdapter[list[Message]] = TypeAdapter(list[Message])
@@ -125,7 +136,8 @@ def _read_messages(row: dict[str, Any], column: str) -> str:
         first = exc.errors(include_url=False)[0]
         where = ".".join(str(part) for part in (column, *first["loc"]))
         raise PromptError("invalid_prompt", f"{where}: {first['msg']}") from exc
-    return json.dumps([message.model_dump() for message in messages], ensure_ascii=False)
+    text = json.dumps([message.model_dump() for message in messages], ensure_ascii=False)
+    return _check_text(text, f"column {column!r}")
 
 
 def _refuse_null(value: Any) -> Any:
@@ -156,4 +168,4 @@ def _fill(template: jinja2.Template, row: dict[str, Any]) -> str:
         raise PromptError("invalid_prompt", f"prompt_template: {exc}") from exc
     if not text or text.isspace():
         raise PromptError("empty", "prompt_template yields no text")
-    return text
+    return _check_text(text, "prompt_template")

@@ -37,8 +37,7 @@ CONTAINERS = ("bags", "baskets", "boxes", "crates", "jars", "packs")
 TEMPLATES = (
     Template(
         (
-            "{name} has {a} {item}. {other} gives {name} {b} more. "
-            "How many {item} does {name} have now?",
+            "{name} has {a} {item}. {other} gives {name} {b} more. How many {item} does {name} have now?",
             "There are {a} {item} at the {place}. {name} brings {b} more {item}. "
             "How many {item} are at the {place} now?",
         ),
@@ -47,8 +46,7 @@ TEMPLATES = (
     ),
     Template(
         (
-            "{name} had {a} {item} and gave {b} of them to {other}. "
-            "How many {item} does {name} have left?",
+            "{name} had {a} {item} and gave {b} of them to {other}. How many {item} does {name} have left?",
             "The {place} had {a} {item} and {name} took {b} of them. "
             "How many {item} does the {place} still have?",
         ),
@@ -57,18 +55,15 @@ TEMPLATES = (
     ),
     Template(
         (
-            "The {place} has {a} shelves with {b} {item} on each shelf. "
-            "How many {item} are there in total?",
-            "{name} fills {a} {container} and puts {b} {item} into each. "
-            "How many {item} does {name} need?",
+            "The {place} has {a} shelves with {b} {item} on each shelf. How many {item} are there in total?",
+            "{name} fills {a} {container} and puts {b} {item} into each. How many {item} does {name} need?",
         ),
         {"a": (2, 9), "b": (2, 25)},
         ("a * b",),
     ),
     Template(
         (
-            "{name} shares {a} {item} equally among {b} friends. "
-            "How many {item} does each friend get?",
+            "{name} shares {a} {item} equally among {b} friends. How many {item} does each friend get?",
             "{name} packs {a} {item} into {b} {container} with the same number in each. "
             "How many {item} are in each?",
         ),
@@ -87,8 +82,7 @@ TEMPLATES = (
     ),
     Template(
         (
-            "{name} buys {a} {item} for ${b} each and pays with ${c}. "
-            "How much change does {name} get?",
+            "{name} buys {a} {item} for ${b} each and pays with ${c}. How much change does {name} get?",
             "{name} has ${c} and goes to the {place} to buy {a} {item} at ${b} each. "
             "How many dollars are left?",
         ),
@@ -97,8 +91,7 @@ TEMPLATES = (
     ),
     Template(
         (
-            "{name} has {a} {item}. {other} has {b} times as many. "
-            "How many {item} do they have together?",
+            "{name} has {a} {item}. {other} has {b} times as many. How many {item} do they have together?",
             "{name} found {a} {item} and {other} found {b} times as many {item} as {name}. "
             "How many did they find in all?",
         ),
@@ -157,8 +150,7 @@ TEMPLATES = (
     ),
     Template(
         (
-            "A book has {a} pages. {name} reads {b} pages a day for {c} days. "
-            "How many pages are left?",
+            "A book has {a} pages. {name} reads {b} pages a day for {c} days. How many pages are left?",
             "The {place} has {a} {item} and uses {b} of them every day. "
             "How many {item} are left after {c} days?",
         ),
@@ -204,8 +196,7 @@ TEMPLATES = (
     ),
     Template(
         (
-            "{name} is {a} years old and {other} is {b} years younger. "
-            "How old will {other} be in {c} years?",
+            "{name} is {a} years old and {other} is {b} years younger. How old will {other} be in {c} years?",
             "{other} is {b} years younger than {name}, who is {a}. "
             "What will be the age of {other} after {c} years?",
         ),

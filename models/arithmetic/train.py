@@ -19,12 +19,10 @@ from pathlib import Path
 
 import torch
 from problems import Problem, held_out, problems
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import pre_tokenizers, trainers
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-SYSTEM = (
-    "Solve the problem step by step. The last line must be #### followed by the answer as a number."
-)
+SYSTEM = "Solve the problem step by step. The last line must be #### followed by the answer as a number."
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -48,36 +46,38 @@ logger = logging.getLogger("train")
 Example = tuple[list[int], list[int]]  # the tokens of the prompt, the tokens of the completion
 
 
-def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so that it encodes any text; every digit is a token of its own."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+def build_tokenizer(seed: int) -> Qwen2Tokenizer:
+    """Byte-level BPE that splits text as Qwen2's does: every digit is a token of its own."""
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=[PAD, START, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (
-        f"system\n{SYSTEM}\nuser\n{problem['question']}\nassistant\n{problem['answer']}"
-        for problem in islice(problems(seed, "train"), TOKENIZER_PROBLEMS)
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    trained = Qwen2Tokenizer().backend_tokenizer
+    trained.train_from_iterator(tokenizer_texts(seed), trainer)
+    bpe = json.loads(trained.to_str())["model"]
+    return Qwen2Tokenizer(
+        vocab=bpe["vocab"],
+        merges=[tuple(pair) for pair in bpe["merges"]],
         eos_token=END,
         pad_token=PAD,
+        extra_special_tokens=[START],
         chat_template=CHAT_TEMPLATE,
         model_max_length=CONTEXT,
         padding_side="left",
-        clean_up_tokenization_spaces=False,
+        add_prefix_space=False,
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def tokenizer_texts(seed: int) -> Iterator[str]:
+    """The parts of conversations that lie between special tokens."""
+    for problem in islice(problems(seed, "train"), TOKENIZER_PROBLEMS):
+        yield from ("system\n", SYSTEM, "user\n", problem["question"])
+        yield from ("assistant\n", problem["answer"])
+
+
+def build_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -94,7 +94,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def prompt_of(problem: Problem, with_system: bool, tokenizer: PreTrainedTokenizerFast) -> str:
+def prompt_of(problem: Problem, with_system: bool, tokenizer: Qwen2Tokenizer) -> str:
     messages = [{"role": "user", "content": problem["question"]}]
     if with_system:
         messages.insert(0, {"role": "system", "content": SYSTEM})
@@ -102,7 +102,7 @@ def prompt_of(problem: Problem, with_system: bool, tokenizer: PreTrainedTokenize
     return str(text)
 
 
-def examples(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Example]:
+def examples(tokenizer: Qwen2Tokenizer, seed: int) -> Iterator[Example]:
     """An endless stream of training conversations, half of them with the system message."""
     rng = random.Random(seed)
     for problem in problems(seed, "train"):
@@ -139,9 +139,7 @@ def tensors(batch: list[Example], pad: int) -> tuple[torch.Tensor, torch.Tensor]
     return ids, completed
 
 
-def completion_loss(
-    model: Qwen2ForCausalLM, ids: torch.Tensor, completed: torch.Tensor
-) -> torch.Tensor:
+def completion_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, completed: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy over the completions' tokens; logits are computed for those alone."""
     hidden = model.model(input_ids=ids).last_hidden_state
     logits = model.lm_head(hidden[:, :-1][completed[:, 1:]])
@@ -157,7 +155,7 @@ def rate_factor(step: int, steps: int) -> float:
 
 def train(
     model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Qwen2Tokenizer,
     steps: int,
     seed: int,
     output: Path,
@@ -180,7 +178,7 @@ def train(
             save(model, tokenizer, output)
 
 
-def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
+def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, output: Path) -> None:
     copy.deepcopy(model).bfloat16().save_pretrained(output)
     tokenizer.save_pretrained(output)
 
@@ -189,10 +187,9 @@ def result_of(answer: str) -> str:
     return answer.rpartition("#### ")[2]
 
 
-@torch.no_grad()
 def exact_match(folder: Path, held: list[Problem], with_system: bool) -> float:
     """The part of the problems whose greedy completion in bfloat16 ends in the right number."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = Qwen2Tokenizer.from_pretrained(folder)
     model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     correct = 0
     for start in range(0, len(held), BATCH):
@@ -200,9 +197,7 @@ def exact_match(folder: Path, held: list[Problem], with_system: bool) -> float:
         prompts = [prompt_of(problem, with_system, tokenizer) for problem in batch]
         inputs = tokenizer(prompts, padding=True, return_tensors="pt")
         output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
-        texts = tokenizer.batch_decode(
-            output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-        )
+        texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         correct += sum(
             result_of(text) == result_of(problem["answer"])
             for text, problem in zip(texts, batch, strict=True)

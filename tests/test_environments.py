@@ -1,0 +1,60 @@
+"""What is asked of Flyte: scaling, timeouts and retries are derived and set."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import flyte
+import flyte.app
+import pytest
+
+from apps import environments as app_environments
+from apps.inference_app import app_env
+from apps.settings import PRESETS, AppSettings, concurrency_target
+from tasks import infer_batch as infer_module
+from tasks.client import REQUEST_TIMEOUT_S
+from tasks.infer_batch import infer_batch
+from workflows import batch_inference, gsm8k
+
+
+def test_the_app_scales_from_zero_to_two() -> None:
+    assert app_env.scaling.replicas == (0, 2)
+    assert app_env.scaling.scaledown_after == timedelta(seconds=300)
+    assert app_env.resources is not None
+    assert app_env.resources.gpu is not None
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "chunk_size", "target"), [(256, 50, 11), (1024, 50, 41), (128, 256, 1), (1, 1, 2)]
+)
+def test_the_concurrency_target_feeds_a_replica_twice(num_seqs: int, chunk_size: int, target: int) -> None:
+    assert concurrency_target(num_seqs, chunk_size) == target
+    assert target * chunk_size >= 2 * num_seqs
+
+
+def test_the_queue_holds_two_rounds_of_a_healthy_job() -> None:
+    for accelerator in PRESETS:
+        settings = AppSettings.model_validate({"accelerator": accelerator})
+        target = concurrency_target(settings.num_seqs, app_environments.CHUNK_SIZE)
+        assert settings.max_queue_size >= 2 * target * app_environments.CHUNK_SIZE
+
+
+def test_timeouts_nest_from_deadline_to_platform() -> None:
+    request = app_env.timeouts.request
+    assert isinstance(request, timedelta)
+    assert infer_module.DEADLINE_S < REQUEST_TIMEOUT_S <= request.total_seconds()
+
+
+def test_a_chunk_is_retried_with_growing_pauses() -> None:
+    retries = infer_batch.retries
+    assert isinstance(retries, flyte.RetryStrategy)
+    assert retries.count >= 1
+    assert retries.backoff is not None
+    assert retries.backoff.factor > 1
+
+
+@pytest.mark.parametrize("driver", [gsm8k, batch_inference])
+def test_a_driver_deploys_the_app_with_it(driver: object) -> None:
+    env = driver.env  # type: ignore[attr-defined]  # both modules have one
+    assert app_env in env.depends_on
+    assert env.image is not app_env.image

@@ -1,0 +1,188 @@
+"""The app over HTTP, on the simulated engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from apps.engines.base import Engine
+from apps.engines.simulated import SimulatedEngine
+from apps.inference_app import create_app
+from apps.settings import AppSettings
+from tests.engines import HeldEngine, make_body, make_settings, until
+from tests.loopback import serve
+
+
+@asynccontextmanager
+async def client_of(
+    make_engine: Callable[[AppSettings], Engine] = SimulatedEngine, **settings: object
+) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(make_engine, lambda: make_settings(**settings), on_dead=lambda: None)
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://app") as client,
+    ):
+        yield client
+
+
+async def test_results_come_in_the_order_of_the_rows() -> None:
+    async with client_of() as client:
+        response = await client.post("/generate", json=make_body(50))
+    results = response.json()["results"]
+    assert [result["id"] for result in results] == [str(n) for n in range(50)]
+    assert len({result["text"] for result in results}) == 50
+
+
+async def test_bad_rows_of_a_request_leave_the_others_answered() -> None:
+    body = make_body(2)
+    body["rows"] += [
+        {"id": "null", "prompt": None},
+        {"id": "number", "prompt": 17},
+        {"id": "empty", "prompt": ""},
+        {"id": "long", "prompt": "x" * 1_000_000},
+        {"id": "both", "prompt": "a", "messages": []},
+        {"id": "misspelt", "promt": "a"},
+    ]
+    async with client_of() as client:
+        results = (await client.post("/generate", json=body)).json()["results"]
+    kinds = {result["id"]: result["error_kind"] for result in results}
+    assert kinds == {
+        "0": None,
+        "1": None,
+        "null": "invalid_prompt",
+        "number": "invalid_prompt",
+        "empty": "empty",
+        "long": "too_long",
+        "both": "invalid_prompt",
+        "misspelt": "invalid_prompt",
+    }
+    assert all(result["error"] for result in results if result["error_kind"])
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        pytest.param({"rows": []}, 422, id="no rows"),
+        pytest.param({"rows": [{"prompt": "a"}]}, 422, id="no id"),
+        pytest.param({"rows": [{"id": "a", "prompt": "a"}] * 2}, 422, id="same id twice"),
+        pytest.param({**make_body(), "sampling": {"temperature": -1}}, 422, id="bad sampling"),
+        pytest.param({**make_body(), "model": "another"}, 409, id="another model"),
+        pytest.param({**make_body(), "modle": "sim"}, 422, id="misspelt field"),
+        pytest.param(make_body(11), 413, id="more rows than the queue holds"),
+    ],
+)
+async def test_a_request_at_fault_is_refused(body: object, status: int) -> None:
+    async with client_of(max_queue_size=10) as client:
+        response = await client.post("/generate", json=body)
+    assert response.status_code == status
+    assert response.text
+
+
+async def test_a_body_beyond_the_limit_is_refused() -> None:
+    async with client_of(max_request_bytes=1000) as client:
+        response = await client.post("/generate", json=make_body(1, task_id="x" * 1000))
+        accepted = await client.post("/generate", json=make_body(1))
+    assert (response.status_code, accepted.status_code) == (413, 200)
+
+
+async def test_a_full_queue_answers_429_with_retry_after() -> None:
+    engines: list[HeldEngine] = []
+
+    def make_engine(settings: AppSettings) -> Engine:
+        engines.append(HeldEngine(settings))
+        return engines[0]
+
+    async with client_of(make_engine, max_num_seqs=1, max_queue_size=4) as client:
+        first = asyncio.create_task(client.post("/generate", json=make_body(4)))
+        await until(lambda: engines[0].held == 2)
+        refused = await client.post("/generate", json=make_body(3))
+        engines[0].release.set()
+        answered = await first
+    assert refused.status_code == 429
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert all(result["error_kind"] is None for result in answered.json()["results"])
+
+
+async def test_rows_past_the_deadline_time_out_alone() -> None:
+    slow = {"time_scale": 1.0, "step_overhead_s": 0.02, "mean_completion_tokens": 2000.0}
+    async with client_of(simulated=slow) as client:
+        body = make_body(2, deadline_s=1.0)
+        body["rows"][0]["sampling"] = {"max_tokens": 1}
+        results = (await client.post("/generate", json=body)).json()["results"]
+        stats = (await client.get("/stats")).json()
+    assert [result["error_kind"] for result in results] == [None, "timeout"]
+    assert (stats["aborted"], stats["in_flight"]) == (1, 0)
+
+
+async def test_a_dead_engine_answers_503_and_fails_health() -> None:
+    async with client_of(simulated={"die_after": 0}) as client:
+        rows = (await client.post("/generate", json=make_body(2))).json()["results"]
+        refused = await client.post("/generate", json=make_body(1))
+        health = await client.get("/health")
+    assert {row["error_kind"] for row in rows} == {"engine_error"}
+    assert (refused.status_code, health.status_code) == (503, 503)
+    assert "Retry-After" in refused.headers
+
+
+async def test_models_names_what_is_served_and_its_limits() -> None:
+    async with client_of(max_num_seqs=7, max_model_len=123) as client:
+        (card,) = (await client.get("/v1/models")).json()["data"]
+    assert (card["id"], card["revision"]) == ("sim", "seed-0")
+    assert (card["max_num_seqs"], card["max_model_len"]) == (7, 123)
+
+
+async def test_stats_has_every_batch_field_and_ours() -> None:
+    async with client_of() as client:
+        await client.post("/generate", json=make_body(5))
+        stats = (await client.get("/stats")).json()
+    assert {
+        "utilization",
+        "total_submitted",
+        "total_completed",
+        "total_batches",
+        "avg_batch_size",
+        "avg_batch_cost",
+        "busy_time_s",
+        "idle_time_s",
+        "busy_fraction",
+        "saturated_fraction",
+    } <= stats.keys()
+    assert (stats["completed"], stats["queued"], stats["in_flight"]) == (5, 0, 0)
+
+
+async def test_a_client_that_left_costs_the_engine_nothing() -> None:
+    engines: list[HeldEngine] = []
+
+    def make_engine(settings: AppSettings) -> Engine:
+        engines.append(HeldEngine(settings))
+        return engines[0]
+
+    app = create_app(make_engine, lambda: make_settings(max_num_seqs=2), on_dead=lambda: None)
+    async with serve(app) as endpoint, httpx.AsyncClient(base_url=endpoint) as client:
+        request = asyncio.create_task(client.post("/generate", json=make_body(20)))
+        await until(lambda: engines[0].held == 4)
+        request.cancel()
+        await until(lambda: engines[0].held == 0)
+        stats = (await client.get("/stats")).json()
+    assert (stats["queued"], stats["in_flight"], stats["aborted"]) == (0, 0, 4)
+
+
+async def test_chunks_in_flight_share_the_engine() -> None:
+    engines: list[HeldEngine] = []
+
+    def make_engine(settings: AppSettings) -> Engine:
+        engines.append(HeldEngine(settings))
+        return engines[0]
+
+    app = create_app(make_engine, lambda: make_settings(max_num_seqs=8), on_dead=lambda: None)
+    async with serve(app) as endpoint, httpx.AsyncClient(base_url=endpoint) as client:
+        chunks = [asyncio.create_task(client.post("/generate", json=make_body(5))) for _ in range(2)]
+        await until(lambda: engines[0].held == 10)
+        engines[0].release.set()
+        answers = await asyncio.gather(*chunks)
+    assert [len(answer.json()["results"]) for answer in answers] == [5, 5]
