@@ -37,11 +37,20 @@ def detect_accelerator() -> str:
 
 def app_environment(model: str) -> dict[str, str]:
     """This process's environment, completed for this machine; `model` wins over what the user has set."""
-    defaults = {
+    chosen = model or os.environ.get("SATURATE_MODEL") or str(EMBEDDED_MODEL)
+    return {
         "SATURATE_ACCELERATOR": detect_accelerator(),
-        "SATURATE_MODEL": str(EMBEDDED_MODEL),
+        **os.environ,
+        "SATURATE_MODEL": _name_model(chosen),
     }
-    return {**defaults, **os.environ, **({"SATURATE_MODEL": model} if model else {})}
+
+
+def _name_model(model: str) -> str:
+    """A Hub id as it is; a folder as a path from the repository's root, where the app runs."""
+    folder = Path(model).expanduser().resolve()
+    if not folder.is_dir():
+        return model
+    return str(folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder)
 
 
 class LocalApp:

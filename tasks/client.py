@@ -53,8 +53,10 @@ class InferenceClient:
     async def served_model(self) -> ModelCard:
         """Waits for a replica that is scaled to zero, as long as the platform holds the request."""
         body = await self._send("GET", "/v1/models")
-        (card,) = _parse(ModelList, body).data
-        return card
+        cards = _parse(ModelList, body).data
+        if len(cards) != 1:
+            raise EngineError(f"the app serves {len(cards)} models instead of one")
+        return cards[0]
 
     async def generate(self, body: dict[str, Any]) -> list[RowResult]:
         """`body` as `GenerateRequest`; one result a row, in its order."""
@@ -68,7 +70,7 @@ class InferenceClient:
             response = await self._http.request(method, path, **options)
         except httpx.TimeoutException as exc:
             raise EngineTimeout(f"{method} {path}: {exc!r}") from exc
-        except httpx.TransportError as exc:
+        except httpx.RequestError as exc:
             raise EngineUnavailable(f"{method} {path}: {exc!r}") from exc
         if response.is_success:
             return response.content

@@ -7,6 +7,7 @@ checked on the files as written; a breach is an `AccountingError` and the run ha
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -71,20 +72,40 @@ def collect(chunks: Iterable[AnsweredChunk], folder: Path, rows_in: int, scored:
 
     Raises `AccountingError` unless the parts hold the ids of the chunks, `rows_in` of them, in order.
     """
-    ids_in = hashlib.sha256()
+    ids_in, ids_out = IdLog(), IdLog()
     with PartWriter(folder, SCORED_SCHEMA if scored else RESULT_SCHEMA) as writer:
         for answered in chunks:
             table = _join(_read(answered.chunk), _read(answered.answers), writer.schema)
-            _digest_ids(ids_in, table)
+            ids_in.add(table)
             writer.write(table)
     totals = Totals()
-    ids_out = hashlib.sha256()
     for path in sorted(folder.glob("part-*.parquet")):
         totals.parts.append(_count_part(path, totals, ids_out))
-    written = sum(part.rows for part in totals.parts)
-    if written != rows_in or ids_out.digest() != ids_in.digest():
-        raise AccountingError(f"{rows_in} rows went in, {written} were written, or others than these")
+    written, distinct = sum(part.rows for part in totals.parts), ids_out.num_distinct()
+    if not rows_in == written == distinct or ids_out.digest() != ids_in.digest():
+        raise AccountingError(
+            f"{rows_in} rows went in, {written} were written with {distinct} ids, or others than these"
+        )
     return totals
+
+
+class IdLog:
+    """Ids one after another, of which a digest of them all and 8 bytes each are kept."""
+
+    def __init__(self) -> None:
+        self._order = hashlib.sha256()
+        self._hashes = array("q")
+
+    def add(self, table: pa.Table) -> None:
+        ids = table["id"].to_pylist()
+        self._order.update("".join(f"{row_id}\0" for row_id in ids).encode())
+        self._hashes.extend(map(hash, ids))
+
+    def digest(self) -> bytes:
+        return self._order.digest()
+
+    def num_distinct(self) -> int:
+        return int(pc.count_distinct(pa.array(self._hashes, pa.int64())).as_py())
 
 
 class PartWriter:
@@ -163,17 +184,13 @@ def _score(texts: pa.ChunkedArray, references: pa.ChunkedArray) -> dict[str, pa.
     }
 
 
-def _digest_ids(digest: Any, table: pa.Table) -> None:
-    digest.update("".join(f"{row_id}\0" for row_id in table["id"].to_pylist()).encode())
-
-
-def _count_part(path: Path, totals: Totals, ids: Any) -> Part:
-    """Adds one written part to `totals` and its ids to the digest `ids`."""
+def _count_part(path: Path, totals: Totals, ids: IdLog) -> Part:
+    """Adds one written part to `totals` and `ids`."""
     with pq.ParquetFile(path) as file:
         columns = [name for name in COUNTED if name in file.schema_arrow.names]
         for batch in file.iter_batches(columns=columns):
             table = pa.table(batch)
-            _digest_ids(ids, table)
+            ids.add(table)
             failed = table.num_rows - table["error_kind"].null_count
             totals.rows_failed += failed
             totals.rows_ok += table.num_rows - failed

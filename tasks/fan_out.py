@@ -7,7 +7,7 @@ child that was cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -16,12 +16,13 @@ R = TypeVar("R")
 
 async def fan_out(
     items: AsyncIterator[T], run: Callable[[T], Awaitable[R]], limit: int
-) -> AsyncIterator[tuple[T, R]]:
+) -> AsyncGenerator[tuple[T, R], None]:
     """Yields `(item, await run(item))` as each finishes, at most `limit` at a time.
 
     One item is pulled ahead of the room for it, and no more, so memory is O(limit). What `run` or `items`
     raises ends the fan-out: the runs still going are cancelled and awaited first. A run that ends
-    cancelled by itself raises `CancelledError`, too, instead of being waited for.
+    cancelled by itself raises `CancelledError`, too, instead of being waited for. Close the generator
+    (`contextlib.aclosing`) where it may be left before its end.
     """
     running: dict[asyncio.Future[R], T] = {}
     pull: asyncio.Future[T] | None = asyncio.ensure_future(anext(items))

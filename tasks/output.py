@@ -50,10 +50,13 @@ def check_output(output: str, is_local: bool) -> None:
         return
     if not is_local:
         raise JobError("output", output, "a local path is lost on a cluster; give a URI")
-    path = Path(output)
-    if path.exists() and not path.is_dir():
-        raise JobError("output", output, "is a file")
-    foreign = [file for file in (path / "results").glob("*") if not file.match("part-*.parquet")]
+    path, results = Path(output), Path(output) / "results"
+    for folder in (path, *path.parents):
+        if folder.exists() and not folder.is_dir():
+            raise JobError("output", output, f"{folder} is a file")
+    if results.is_symlink() or (results.exists() and not results.is_dir()):
+        raise JobError("output", output, f"{results} is not a folder")
+    foreign = [file for file in results.glob("*") if not file.match("part-*.parquet")]
     if foreign:
         raise JobError("output", output, f"holds {foreign[0]}, which is not of a run")
 

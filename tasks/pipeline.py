@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -174,10 +175,11 @@ async def infer(
     async def answer(chunk: Chunk) -> File[Any]:
         return await infer_or_fail(chunk, endpoint, config)
 
-    async for chunk, answers in fan_out(chunks(), answer, job.max_concurrency):
-        tally.answered[chunk.number] = AnsweredChunk(chunk.file, answers)
-        tokens = (await read_table(answers))["completion_tokens"].to_pylist()
-        progress.advance(chunk.num_rows, sum(tokens))
+    async with aclosing(fan_out(chunks(), answer, job.max_concurrency)) as finished:
+        async for chunk, answers in finished:
+            tally.answered[chunk.number] = AnsweredChunk(chunk.file, answers)
+            tokens = (await read_table(answers))["completion_tokens"].to_pylist()
+            progress.advance(chunk.num_rows, sum(tokens))
     tally.elapsed_s = progress.elapsed_s
     return tally
 

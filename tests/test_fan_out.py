@@ -40,7 +40,8 @@ class Runs:
 
     async def run(self, item: int) -> str:
         self.started.append(item)
-        end = self._ends[item] = asyncio.get_running_loop().create_future()
+        end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ends[item] = end
         self.most = max(self.most, len(self._ends))
         try:
             return await end

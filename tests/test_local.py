@@ -11,15 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from apps.errors import EngineUnavailable
 from apps.local import app_environment, detect_accelerator, local_app
 from tests.conftest import ROOT
-
-PROMISED_S = 10.0
-"""No process of the app is left after this long."""
+from tests.processes import PROMISED_S, ended, group_of, server_of, watchdog_of
 
 STARTER = """
 import asyncio, sys
@@ -38,32 +35,6 @@ asyncio.run(main())
 @pytest.fixture(autouse=True)
 def _simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SATURATE_ENGINE", "simulated")
-
-
-def group_of(pid: int) -> list[psutil.Process]:
-    """The processes whose group is led by `pid`."""
-    return [process for process in psutil.process_iter() if _group(process) == pid]
-
-
-def _group(process: psutil.Process) -> int | None:
-    try:
-        return None if process.status() == psutil.STATUS_ZOMBIE else os.getpgid(process.pid)
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return None
-
-
-def server_of(group: list[psutil.Process]) -> psutil.Process:
-    (server,) = (process for process in group if "apps.watchdog" not in process.cmdline())
-    return server
-
-
-async def ended(pid: int) -> bool:
-    """Whether the group ends within the promised time."""
-    for _ in range(int(PROMISED_S / 0.1)):
-        if not group_of(pid):
-            return True
-        await asyncio.sleep(0.1)
-    return False
 
 
 @pytest.fixture
@@ -109,7 +80,7 @@ async def test_the_app_ends_with_its_starter(
     )
     assert starter.stdout is not None
     assert (await starter.stdout.readline()).startswith(b"http://127.0.0.1:")
-    (watchdog,) = psutil.Process(starter.pid).children()
+    watchdog = watchdog_of(starter.pid)
     leaders.append(watchdog.pid)
     assert len(group_of(watchdog.pid)) == 2
     starter.send_signal(with_signal)
@@ -128,10 +99,20 @@ async def test_an_app_that_cannot_start_says_why(
 
 
 def test_the_model_asked_for_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert app_environment("")["SATURATE_MODEL"].endswith("models/arithmetic")
+    monkeypatch.delenv("SATURATE_MODEL", raising=False)
+    assert app_environment("")["SATURATE_MODEL"] == "models/arithmetic"
     monkeypatch.setenv("SATURATE_MODEL", "from the environment")
     assert app_environment("")["SATURATE_MODEL"] == "from the environment"
     assert app_environment("asked for")["SATURATE_MODEL"] == "asked for"
+
+
+def test_a_model_folder_is_named_from_where_the_app_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert app_environment("mine")["SATURATE_MODEL"] == str(tmp_path / "mine")
+    assert app_environment("Qwen/Qwen2.5-7B")["SATURATE_MODEL"] == "Qwen/Qwen2.5-7B"
 
 
 @pytest.mark.parametrize(

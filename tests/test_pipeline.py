@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -20,6 +22,7 @@ from tests.conftest import ROOT
 from tests.drivers import make_problems, read_run, run_driver, write_jsonl
 from tests.engines import HeldEngine, make_settings, until
 from tests.loopback import serve
+from tests.processes import PROMISED_S, ended, group_of, server_of, watchdog_of
 from workflows import batch_inference, gsm8k
 
 BIN = Path(sys.executable).parent
@@ -189,39 +192,60 @@ async def test_another_model_than_the_one_served_is_an_error(endpoint: str, tmp_
         await run_driver(gsm8k.main, dataset=dataset, endpoint=endpoint, model="other")
 
 
-def test_the_command_line_starts_its_own_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Makes the app that a driver starts a simulated one that answers at once."""
     monkeypatch.setenv("SATURATE_ENGINE", "simulated")
     monkeypatch.setenv("SATURATE_SIMULATED__TIME_SCALE", "0")
+    return monkeypatch
+
+
+def flyte_run(dataset: str, output: Path, *more: str) -> list[str]:
+    driver = ["run", "--local", "workflows/gsm8k.py", "main"]
+    return [f"{BIN}/flyte", *driver, "--dataset", dataset, "--output", str(output), *more]
+
+
+@pytest.mark.usefixtures("simulated")
+def test_the_command_line_starts_its_own_app(tmp_path: Path) -> None:
     dataset = write_jsonl(tmp_path / "problems.jsonl", make_problems(25))
-    command: list[str | Path] = [
-        BIN / "flyte",
-        "run",
-        "--local",
-        "workflows/gsm8k.py",
-        "main",
-        "--dataset",
-        dataset,
-    ]
-    done = subprocess.run([*command, "--output", tmp_path / "run"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(flyte_run(dataset, tmp_path / "run"), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     manifest, _ = read_run(tmp_path / "run")
     assert (manifest.rows_in, manifest.rows_ok) == (25, 25)
     assert "starting the engine" in done.stderr
     assert "Application startup" in (tmp_path / "run" / "app.log").read_text()
-    report = subprocess.run(
-        [sys.executable, "-m", "tasks.report", tmp_path / "run"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert "accuracy, strict" in report.stdout
+    report = [sys.executable, "-m", "tasks.report", str(tmp_path / "run")]
+    table = subprocess.run(report, cwd=ROOT, capture_output=True, text=True).stdout
+    assert "accuracy, strict" in table
 
 
 def test_the_command_line_ends_with_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    command: list[str | Path] = [BIN / "flyte", "run", "--local", "workflows/gsm8k.py", "main"]
-    done = subprocess.run(
-        [*command, "--chunk_size", "0", "--output", tmp_path / "run"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = flyte_run("no/such.jsonl", tmp_path / "run", "--chunk_size", "0")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert "chunk_size=0: must be at least 1" in done.stdout.splitlines()[-2]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("victim", ["driver", "app"])
+async def test_nothing_is_left_of_a_job_that_is_killed(
+    victim: str, simulated: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    simulated.setenv("SATURATE_SIMULATED__TIME_SCALE", "1000")
+    dataset = write_jsonl(tmp_path / "problems.jsonl", make_problems(25))
+    driver = await asyncio.create_subprocess_exec(
+        *flyte_run(dataset, tmp_path / "run"),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert driver.stderr is not None
+    while not (await driver.stderr.readline()).startswith(b"ready"):
+        assert not driver.stderr.at_eof()
+    watchdog = watchdog_of(driver.pid)
+    os.kill(driver.pid if victim == "driver" else server_of(group_of(watchdog.pid)).pid, signal.SIGKILL)
+    stdout, _ = await asyncio.wait_for(driver.communicate(), PROMISED_S)
+    assert await ended(watchdog.pid)
+    assert driver.returncode == (-signal.SIGKILL if victim == "driver" else 1)
+    assert victim == "driver" or b"the inference app ended" in stdout
+    assert not (tmp_path / "run" / "manifest.json").exists()
