@@ -1,5 +1,6 @@
 # Every target sets up .venv by itself; with an NVIDIA GPU it takes the `gpu` extra, else `cpu`.
 PYTHON ?= python3
+PORT ?= 8000
 UV_VERSION := 0.13.8
 EXTRA := $(if $(shell command -v nvidia-smi),gpu,cpu)
 BIN := .venv/bin
@@ -19,7 +20,7 @@ run: $(STAMP)
 	@$(BIN)/python -m tasks.report runs/demo
 
 serve: $(STAMP)
-	@$(BIN)/python -m apps.local
+	@$(BIN)/python -m apps.local --port $(PORT)
 
 test: $(STAMP)
 	$(BIN)/pytest
