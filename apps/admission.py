@@ -56,9 +56,6 @@ class Job:
     )
     task: asyncio.Task[None] | None = None
 
-    def estimate_tokens(self) -> int:
-        return self.cost
-
 
 class Reservation:
     """Places in the queue, given out one by one to the rows of a request."""
@@ -156,7 +153,7 @@ class Admission:
         job: Job | None = None
         try:
             job = await self._prepare(raw, sampling, arrived)
-            await self._batcher.submit(job)
+            await self._batcher.submit(job, estimated_tokens=job.cost)
             result = await job.done
         except Exception as exc:
             result = self._failure(raw.id, exc)

@@ -52,7 +52,7 @@ def extract_flexible(text: str) -> str | None:
 def parse_number(text: str) -> Decimal | None:
     """`$1,000.` is 1000; `None` if what is left is no number."""
     try:
-        return Decimal(text.replace(",", "").replace("$", "").strip().removesuffix("."))
+        return Decimal(text.replace(",", "").replace("$", "").strip())
     except InvalidOperation:
         return None
 

@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import flyte
 import flyte.errors
 import pandas as pd
 import pytest
 
 from apps.engines.simulated import SimulatedEngine
+from apps.errors import EngineTimeout
 from apps.inference_app import create_app
+from tasks.infer_batch import infer_batch
 from tests.conftest import ROOT
 from tests.drivers import make_problems, read_run, run_driver, write_jsonl
-from tests.engines import HeldEngine, make_settings, until
+from tests.engines import FaultyEngine, HeldEngine, make_settings, until
 from tests.loopback import serve
 from tests.processes import PROMISED_S, ended, group_of, server_of, watchdog_of
 from workflows import batch_inference, gsm8k
@@ -121,6 +126,42 @@ async def test_rows_that_fail_for_a_while_are_asked_again(tmp_path: Path) -> Non
         dataset = write_jsonl(tmp_path / "problems.jsonl", make_problems(60))
         manifest = await run_driver(gsm8k.main, dataset=dataset, chunk_size=20, endpoint=endpoint)
     assert (manifest.rows_ok, manifest.rows_failed) == (60, 0)
+
+
+@pytest.fixture
+def one_quick_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flyte's own backoff, and ours between two passes, take no time."""
+    pause = timedelta(milliseconds=1)
+    retries = flyte.RetryStrategy(count=1, backoff=flyte.Backoff(base=pause, factor=1))
+    monkeypatch.setattr(infer_batch, "retries", retries)
+    monkeypatch.setattr(random, "uniform", lambda low, high: 0.0)
+
+
+@pytest.mark.usefixtures("one_quick_retry")
+async def test_a_row_that_never_succeeds_costs_only_itself(tmp_path: Path) -> None:
+    fault = EngineTimeout("no token came")
+    app = create_app(lambda s: FaultyEngine(s, fault), make_settings, on_dead=lambda: None)
+    rows = [{"prompt": "poison" if n == 7 else f"Say {n}."} for n in range(20)]
+    async with serve(app) as endpoint:
+        manifest = await run_driver(
+            batch_inference.main,
+            dataset=write_jsonl(tmp_path / "rows.jsonl", rows),
+            chunk_size=10,
+            endpoint=endpoint,
+            output=str(tmp_path / "run"),
+        )
+    _, results = read_run(tmp_path / "run")
+    assert (manifest.rows_ok, manifest.rows_failed) == (19, 1)
+    assert results["error_kind"].dropna().to_dict() == {7: "timeout"}
+
+
+@pytest.mark.usefixtures("one_quick_retry")
+async def test_an_app_that_refuses_ends_the_job(endpoint: str, tmp_path: Path) -> None:
+    dataset = write_jsonl(tmp_path / "problems.jsonl", make_problems(3))
+    output = tmp_path / "run"
+    with pytest.raises(flyte.errors.RuntimeUserError, match="404 from"):
+        await run_driver(gsm8k.main, dataset=dataset, endpoint=f"{endpoint}/nowhere", output=str(output))
+    assert not (output / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])

@@ -62,6 +62,7 @@ def test_answer_is_extracted(text: str, strict: str | None, flexible: str | None
         ("-$3", Decimal(-3)),
         ("3.50", Decimal("3.5")),
         (" 18. ", Decimal(18)),
+        ("18..", None),
         ("0.1", Decimal("0.1")),
         ("1.2.3", None),
         (".", None),
