@@ -116,6 +116,8 @@ class PartWriter:
         self._folder = folder
         self._num_parts = 0
         self._pending: list[pa.Table] = []
+        self._pending_rows = 0
+        self._pending_bytes = 0
         self._sink: pa.NativeFile | None = None
         self._writer: pq.ParquetWriter | None = None
 
@@ -128,9 +130,9 @@ class PartWriter:
 
     def write(self, table: pa.Table) -> None:
         self._pending.append(table)
-        rows = sum(pending.num_rows for pending in self._pending)
-        size = sum(pending.nbytes for pending in self._pending)
-        if rows >= ROW_GROUP_ROWS or size >= ROW_GROUP_BYTES:
+        self._pending_rows += table.num_rows
+        self._pending_bytes += table.nbytes
+        if self._pending_rows >= ROW_GROUP_ROWS or self._pending_bytes >= ROW_GROUP_BYTES:
             self._flush()
         if self._sink is not None and self._sink.tell() >= PART_BYTES:
             self._close()
@@ -146,6 +148,7 @@ class PartWriter:
             self._num_parts += 1
         self._writer.write_table(pa.concat_tables(self._pending))
         self._pending.clear()
+        self._pending_rows = self._pending_bytes = 0
 
     def _close(self) -> None:
         if self._writer is not None and self._sink is not None:

@@ -71,10 +71,12 @@ def _read_csv(path: Path) -> Rows:
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, strict=True)
         try:
+            names = reader.fieldnames or []
+            if len(set(names)) != len(names):
+                raise JobError("dataset", str(path), f"two columns have one name: {', '.join(names)}")
             for row in reader:
                 if None in row or None in row.values():
-                    expected = len(reader.fieldnames or [])
-                    reason = f"line {reader.line_num} does not have {expected} fields"
+                    reason = f"line {reader.line_num} does not have {len(names)} fields"
                     raise JobError("dataset", str(path), reason)
                 yield row
         except csv.Error as exc:

@@ -50,7 +50,8 @@ def check_output(output: str, is_local: bool) -> None:
         return
     if not is_local:
         raise JobError("output", output, "a local path is lost on a cluster; give a URI")
-    path, results = Path(output), Path(output) / "results"
+    path = Path(output).expanduser()
+    results = path / "results"
     for folder in (path, *path.parents):
         if folder.exists() and not folder.is_dir():
             raise JobError("output", output, f"{folder} is a file")
@@ -68,7 +69,7 @@ def open_run_folder(output: str) -> Iterator[RunFolder]:
     Raises `JobError` if another run is writing there. A run that fails leaves no partial results.
     """
     local = output and not is_uri(output)
-    path = Path(output).resolve() if local else Path(tempfile.mkdtemp(prefix="saturate-"))
+    path = Path(output).expanduser().resolve() if local else Path(tempfile.mkdtemp(prefix="saturate-"))
     path.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -125,6 +125,8 @@ def check_inputs(job: Job, is_local: bool) -> SamplingParams:
         value = getattr(job, name)
         if value < least:
             raise JobError(name, value, f"must be at least {least}")
+    if job.endpoint and not job.endpoint.startswith(("http://", "https://")):
+        raise JobError("endpoint", job.endpoint, "must start with http:// or https://")
     check_output(job.output, is_local)
     return merge_sampling(SamplingParams(), job.sampling)
 

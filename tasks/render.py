@@ -161,9 +161,20 @@ def _compile(template: str, first: dict[str, Any]) -> jinja2.Template:
     return compiled
 
 
+class _Null(jinja2.StrictUndefined):
+    """A null column: a template may test it, and any other use is an error."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
 def _fill(template: jinja2.Template, row: dict[str, Any]) -> str:
+    columns = {
+        name: _Null(hint=f"column {name!r} is null") if value is None else value
+        for name, value in row.items()
+    }
     try:
-        text = template.render(row)
+        text = template.render(columns)
     except Exception as exc:  # a template may raise anything that its expressions do
         raise PromptError("invalid_prompt", f"prompt_template: {exc}") from exc
     if not text or text.isspace():

@@ -207,6 +207,7 @@ UNUSABLE = [
     pytest.param({"dataset": "README.md"}, "unknown file type '.md'", id="file type"),
     pytest.param({"dataset": "{tmp}/empty.jsonl"}, "dataset='.*empty.jsonl': has no rows", id="empty"),
     pytest.param({"dataset": "{tmp}/other.jsonl"}, "prompt_column='question': .* text", id="column"),
+    pytest.param({"endpoint": "localhost:8000"}, "endpoint='localhost:8000': must start", id="endpoint"),
     pytest.param({"output": "README.md"}, "output='README.md': is a file", id="output"),
 ]
 
