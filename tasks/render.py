@@ -164,7 +164,7 @@ def _compile(template: str, first: dict[str, Any]) -> jinja2.Template:
 class _Null(jinja2.StrictUndefined):
     """A null column: a template may test it, and any other use is an error."""
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> bool:  # type: ignore[override]  # typed as never returning in the base
         return False
 
 

@@ -103,8 +103,9 @@ def test_quoted_csv_newlines_are_kept(tmp_path: Path) -> None:
         (b'a,b\n1,2\n3,"open\n4,5\n', "line 3: unexpected end of data"),
         (b'a,b\n1,2\n3,"shut" too early\n4,5\n', "line 3: ',' expected after '\"'"),
         (b"a,b\n1,2\n3,\xff\n", "not UTF-8"),
+        (b"a,b,a\n1,2,3\n", "two columns have one name: a, b, a"),
     ],
-    ids=["too-few", "too-many", "quote-never-closed", "text-after-quote", "not-utf-8"],
+    ids=["too-few", "too-many", "quote-never-closed", "text-after-quote", "not-utf-8", "same-name"],
 )
 def test_bad_csv_line_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
     dataset = make_file(tmp_path, "rows.csv", content)

@@ -208,7 +208,7 @@ UNUSABLE = [
     pytest.param({"dataset": "{tmp}/empty.jsonl"}, "dataset='.*empty.jsonl': has no rows", id="empty"),
     pytest.param({"dataset": "{tmp}/other.jsonl"}, "prompt_column='question': .* text", id="column"),
     pytest.param({"endpoint": "localhost:8000"}, "endpoint='localhost:8000': must start", id="endpoint"),
-    pytest.param({"output": "README.md"}, "output='README.md': is a file", id="output"),
+    pytest.param({"output": "README.md"}, "output='README.md': README.md is a file", id="output"),
 ]
 
 

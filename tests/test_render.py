@@ -89,20 +89,27 @@ def test_bad_value_fails_its_row_alone(value: Any, kind: str, error: str) -> Non
 @pytest.mark.parametrize(
     ("template", "value", "kind", "error"),
     [
-        ("Q: {{ q }}", None, "invalid_prompt", "prompt_template: a value is null"),
+        ("Q: {{ q }}", None, "invalid_prompt", "prompt_template: column 'q' is null"),
+        ("{{ q ~ '!' }}", None, "invalid_prompt", "prompt_template: column 'q' is null"),
+        ("{{ q.deep }}", {"deep": None}, "invalid_prompt", "prompt_template: a value is null"),
         ("{{ q + 1 }}", "text", "invalid_prompt", "prompt_template: can only concatenate str"),
         ("{{ q.deep }}", {}, "invalid_prompt", "prompt_template: 'dict object' has no attribute 'deep'"),
         ("{{ 1 // q }}", 0, "invalid_prompt", "prompt_template: integer"),
         (" {{ q }}\n", "", "empty", "prompt_template yields no text"),
         ("{{ q }}", "\udfff", "invalid_prompt", "prompt_template: not Unicode text"),
     ],
-    ids=["null", "type", "attribute", "division", "blank", "surrogate"],
+    ids=["null", "null-joined", "null-inside", "type", "attribute", "division", "blank", "surrogate"],
 )
 def test_template_error_fails_its_row_alone(template: str, value: Any, kind: str, error: str) -> None:
     good = {"{{ q + 1 }}": 1, "{{ q.deep }}": {"deep": "d"}, "{{ 1 // q }}": 1}.get(template, "good")
     rows = render(make_rows(q=[good, value, good]), template=template)
     assert [row.error_kind for row in rows] == [None, kind, None]
     assert str(rows[1].error).startswith(error)
+
+
+def test_template_may_test_for_null() -> None:
+    template = "{% if q %}{{ q }}{% else %}none{% endif %}"
+    assert [row.prompt for row in render(make_rows(q=["a", None]), template=template)] == ["a", "none"]
 
 
 def test_column_missing_in_one_row_fails_it() -> None:
