@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PORT ?= 8000
 UV_VERSION := 0.13.8
-EXTRA := $(if $(shell command -v nvidia-smi),gpu,cpu)
+EXTRA := $(if $(shell nvidia-smi -L 2>/dev/null),gpu,cpu)
 BIN := .venv/bin
 STAMP := .venv/installed-$(EXTRA)
 

@@ -57,11 +57,11 @@ class Job:
     task: asyncio.Task[None] | None = None
 
 
+@dataclass
 class Reservation:
     """Places in the queue, given out one by one to the rows of a request."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
+    num_rows: int
 
 
 class Admission:
@@ -90,6 +90,8 @@ class Admission:
         self.aborted = 0
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self._waiting: set[Job] = set()
+        """Submitted to the batcher and not in the engine yet."""
         self._room = asyncio.Event()
         self._use = UseClock()
         self._draining = False
@@ -104,6 +106,8 @@ class Admission:
 
     async def __aenter__(self) -> Self:
         await self._batcher.start()
+        for task in self._loops():
+            task.add_done_callback(self._note_loop_end)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -118,8 +122,19 @@ class Admission:
     @property
     def loops_alive(self) -> bool:
         """Whether both loops of the batcher run; `TokenBatcher.is_running` stays true when one dies."""
+        return all(not task.done() for task in self._loops())
+
+    def _loops(self) -> list[asyncio.Task[None]]:
         tasks = (self._batcher._aggregator_task, self._batcher._consumer_task)
-        return all(task is not None and not task.done() for task in tasks)
+        return [task for task in tasks if task is not None]
+
+    def _note_loop_end(self, _: asyncio.Task[None]) -> None:
+        """A loop that ends before its time would leave the rows in the queue waiting for ever."""
+        if not self._draining:
+            self._die()
+            for job in self._waiting:
+                if not job.done.done():
+                    job.done.set_result(RowResult.failed(job.row_id, "engine_error", "the batcher died"))
 
     def check_open(self) -> None:
         """Raises `EngineUnavailable` when no row can be taken any more."""
@@ -153,20 +168,28 @@ class Admission:
         job: Job | None = None
         try:
             job = await self._prepare(raw, sampling, arrived)
+            self._waiting.add(job)
             await self._batcher.submit(job, estimated_tokens=job.cost)
             result = await job.done
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
         except Exception as exc:
             result = self._failure(raw.id, exc)
         finally:
             if job is None or job.task is None:
                 self._leave_queue(1)
-            if job is not None and not job.done.done():
-                job.done.cancel()
-            if job is not None and job.task is not None and job.done.cancelled():
-                self.aborted += 1
-                job.task.cancel()
+            if job is not None:
+                self._abandon(job)
         self._count(result)
         return result
+
+    def _abandon(self, job: Job) -> None:
+        """Nobody waits for `job` any more: if it is not done, it never will be."""
+        self._waiting.discard(job)
+        job.done.cancel()
+        if job.task is not None and job.done.cancelled():
+            job.task.cancel()
 
     def stats(self) -> dict[str, Any]:
         """Every field of `BatchStats`, and ours."""
@@ -216,6 +239,7 @@ class Admission:
         return fits or not self.rows or self._dead
 
     def _start(self, job: Job) -> asyncio.Task[None]:
+        self._waiting.discard(job)
         self.rows += 1
         self.tokens += job.cost
         self._leave_queue(1)

@@ -2,12 +2,15 @@
 
     InferenceError
     ├── PromptError            this prompt can never succeed: the row is answered with `kind`
-    ├── RequestRefused         this request can never succeed: wrong model, wrong token, malformed
+    ├── RequestRefused         this request can never succeed: wrong model, malformed
+    │   └── RequestTooLarge    a smaller one may: it has too many rows or bytes
     └── EngineError            try again, here or elsewhere
         ├── EngineTimeout      no answer within the deadline
         ├── EngineOverloaded   no room now; `retry_after_s` says when to ask again
         └── EngineUnavailable  starting, draining or dead; `retry_after_s` as above
     JobError                   an input of a job names something that cannot be used
+    RowsLeft                   rows of a chunk failed in a way that may pass: attempt the task again
+    AccountingError            rows are missing, doubled or out of order: a bug, and the end of the run
 
 Exceptions of vLLM and httpx are turned into these where they enter.
 """
@@ -49,6 +52,10 @@ class RequestRefused(InferenceError):
     """The app answered with a 4xx that no repetition will change."""
 
 
+class RequestTooLarge(RequestRefused):
+    """413: too many rows, or too many bytes."""
+
+
 class EngineError(InferenceError):
     """The engine failed; the same prompt may succeed later or on another replica."""
 
@@ -79,3 +86,11 @@ class JobError(ValueError):
     def __init__(self, field: str, value: object, reason: str) -> None:
         super().__init__(f"{field}={value!r}: {reason}")
         self.field = field
+
+
+class RowsLeft(Exception):
+    """What a chunk's task raises when rows are left to try again."""
+
+
+class AccountingError(Exception):
+    """The files written do not hold what went in."""

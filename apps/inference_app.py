@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from flyte.app.extras import FastAPIAppEnvironment
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,7 +25,7 @@ from apps.engines.base import Engine
 from apps.engines.simulated import SimulatedEngine
 from apps.engines.vllm_engine import VLLMEngine
 from apps.errors import EngineOverloaded, EngineUnavailable
-from apps.schema import GenerateRequest, GenerateResponse, ModelCard, ModelList, RowResult
+from apps.schema import GenerateRequest, GenerateResponse, ModelCard, ModelList, RowResult, as_error
 from apps.settings import AppSettings
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ def create_app(
     app.add_api_route("/stats", stats)
     app.add_exception_handler(EngineOverloaded, _ask_again_later)
     app.add_exception_handler(EngineUnavailable, _ask_again_later)
+    app.add_exception_handler(RequestValidationError, _name_first_error)
     app.add_middleware(BodyLimit)
     return app
 
@@ -80,9 +82,11 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
     """One result a row, in the order of the request, once the last row is finished."""
     state = request.app.state
     admission: Admission = state.admission
-    served = state.engine.limits.model
-    if body.model not in ("", served):
-        raise HTTPException(409, f"model is {body.model!r}, this app serves {served!r}")
+    limits = state.engine.limits
+    for asked, served in ((body.model, limits.model), (body.model_revision, limits.model_revision)):
+        if asked not in ("", served):
+            raise HTTPException(409, as_error(f"asked for {asked!r}, this app serves {served!r}"))
+    logger.debug("%d rows of task %s", len(body.rows), body.task_id)
     if len(body.rows) > admission.max_queue_size:
         raise HTTPException(413, f"{len(body.rows)} rows in one request, at most {admission.max_queue_size}")
     with admission.reserve(len(body.rows)) as reservation:
@@ -95,13 +99,12 @@ async def _answer(
 ) -> list[RowResult]:
     """Runs all rows; when the deadline passes or the client leaves, unfinished ones are aborted."""
     tasks = [asyncio.create_task(admission.run(row, body.sampling, reservation)) for row in body.rows]
-    all_rows = asyncio.create_task(_wait_for(tasks))
     gone = asyncio.create_task(_wait_for_disconnect(request))
+    ends: set[asyncio.Future[Any]] = {asyncio.gather(*tasks, return_exceptions=True), gone}
     try:
-        await asyncio.wait({all_rows, gone}, timeout=body.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, timeout=body.deadline_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         gone.cancel()
-        all_rows.cancel()
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -111,10 +114,6 @@ async def _answer(
         else task.result()
         for row, task in zip(body.rows, tasks, strict=True)
     ]
-
-
-async def _wait_for(tasks: list[asyncio.Task[RowResult]]) -> None:
-    await asyncio.wait(tasks)
 
 
 async def _wait_for_disconnect(request: Request) -> None:
@@ -153,6 +152,14 @@ async def _ask_again_later(_: Request, exc: Exception) -> Response:
     status = 429 if isinstance(exc, EngineOverloaded) else 503
     headers = {"Retry-After": str(max(1, round(exc.retry_after_s)))}
     return Response(str(exc), status_code=status, headers=headers, media_type="text/plain")
+
+
+async def _name_first_error(_: Request, exc: Exception) -> Response:
+    """422 with the first field that is wrong. FastAPI's own answer repeats the whole input."""
+    assert isinstance(exc, RequestValidationError)
+    first = exc.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    return Response(as_error(f"{field}: {first['msg']}"), status_code=422, media_type="text/plain")
 
 
 class BodyLimit:

@@ -23,14 +23,15 @@ from apps.watchdog import GRACE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG_TAIL_LINES = 15
+"""Of an app's log in the error that it ended: enough for a traceback's end."""
 
 
 def detect_accelerator() -> str:
     """The preset for the first NVIDIA GPU of this machine, or `cpu`; an unknown GPU counts as an L4."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        names = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
+        names = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
         return "cpu"
     return next((preset for preset in PRESETS if preset in names), "L4")
 

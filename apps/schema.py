@@ -8,14 +8,39 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from apps.errors import PERMANENT_KINDS, ErrorKind, PromptError
 
 MAX_REQUEST_BYTES = 32_000_000
 """Default limit of a body of `/generate`, and what a client keeps to."""
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length"]
+
+MAX_ERROR_CHARS = 200
+
+
+def as_error(text: str) -> str:
+    """`text` for an answer or a log: short, and without what UTF-8 cannot encode."""
+    return text[:MAX_ERROR_CHARS].encode(errors="backslashreplace").decode()
+
+
+def is_unicode(text: str) -> bool:
+    """False for lone surrogates, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_unicode(text: str) -> str:
+    if not is_unicode(text):
+        raise ValueError("not Unicode text")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
 
 
 class Strict(BaseModel):
@@ -27,29 +52,29 @@ class Strict(BaseModel):
 class Message(Strict):
     """One turn of a conversation; the model's own chat template turns a list of them into a prompt."""
 
-    role: str
-    content: str
+    role: Text
+    content: Text
 
 
 class SamplingParams(Strict):
     """What changes a completion, under vLLM's names; greedy unless asked otherwise."""
 
-    temperature: float = Field(0.0, ge=0.0)
+    temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, lt=2**31)
     """0 and -1 consider every token."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    max_tokens: int = Field(512, ge=1)
+    max_tokens: int = Field(512, ge=1, lt=2**31)
     """Completion tokens at most; a completion that reaches it has `finish_reason="length"`."""
-    stop: list[str] = []
-    seed: int | None = None
+    stop: list[Text] = []
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
 
 
 class Row(Strict):
     """One prompt: plain text as `prompt`, or a conversation as `messages`; exactly one of the two."""
 
-    id: str
-    prompt: str | None = None
+    id: Text
+    prompt: Text | None = None
     messages: list[Message] | None = None
     sampling: dict[str, Any] | None = None
     """Overrides of the request's sampling parameters, validated when merged."""
@@ -102,7 +127,7 @@ class RawRow(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    id: Annotated[str, Field(strict=True)]
+    id: Annotated[Text, Field(strict=True)]
 
 
 class GenerateRequest(BaseModel):
@@ -116,6 +141,8 @@ class GenerateRequest(BaseModel):
     sampling: SamplingParams = SamplingParams()
     model: str = ""
     """What the caller believes is served; another model answers 409. Empty accepts any."""
+    model_revision: str = ""
+    """As `model`, of its revision."""
     deadline_s: float | None = Field(None, gt=0)
     """Seconds after which unfinished rows are aborted and answered with `timeout`."""
 
@@ -160,7 +187,7 @@ def parse_row(raw: RawRow) -> Row:
         field = ".".join(str(part) for part in first["loc"]) or "row"
         kind: ErrorKind = "invalid_sampling" if field.startswith("sampling") else "invalid_prompt"
         got = "" if field == "row" else f", got {first['input']!r:.80}"
-        raise PromptError(kind, f"{field}: {first['msg']}{got}") from exc
+        raise PromptError(kind, as_error(f"{field:.80}: {first['msg']}{got}")) from exc
 
 
 def merge_sampling(base: SamplingParams, overrides: dict[str, Any] | None) -> SamplingParams:
@@ -172,5 +199,5 @@ def merge_sampling(base: SamplingParams, overrides: dict[str, Any] | None) -> Sa
     except ValidationError as exc:
         first = exc.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
-        message = f"sampling.{field}: {first['msg']}, got {first['input']!r:.80}"
-        raise PromptError("invalid_sampling", message) from exc
+        message = f"sampling.{field:.80}: {first['msg']}, got {first['input']!r:.80}"
+        raise PromptError("invalid_sampling", as_error(message)) from exc

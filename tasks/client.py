@@ -16,6 +16,7 @@ from apps.errors import (
     EngineTimeout,
     EngineUnavailable,
     RequestRefused,
+    RequestTooLarge,
 )
 from apps.schema import GenerateResponse, ModelCard, ModelList, RowResult
 
@@ -26,6 +27,10 @@ REQUEST_TIMEOUT_S = 3600.0
 """As long as the platform lets a request live: one that wakes a replica waits for the model, too."""
 MAX_WAIT_S = 30.0
 """Longest pause between two attempts."""
+PATIENCE_S = 1800.0
+"""How long an app on a cluster may take to start, or to have room: longer than a cold start."""
+LOCAL_PATIENCE_S = 60.0
+"""How long an app on this machine may be out of reach; one that is only full is given `PATIENCE_S`."""
 
 
 class InferenceClient:
@@ -78,29 +83,35 @@ class InferenceClient:
 
 
 def error_of_status(response: httpx.Response) -> EngineError | RequestRefused:
-    """408, 429 and every 5xx may pass; any other status is final."""
+    """408, 429 and every 5xx may pass; any other status is final, though 413 is about the size alone."""
     message = f"{response.status_code} from {response.url}: {response.text[:500]}"
     after = response.headers.get("Retry-After", "")
     retry_after_s = float(after) if after.isdecimal() else 1.0
     if response.status_code == 429:
         return EngineOverloaded(message, retry_after_s)
-    if response.status_code == 408 or response.status_code == 504:
+    if response.status_code in (408, 504):
         return EngineTimeout(message)
     if response.status_code >= 500:
         return EngineUnavailable(message, retry_after_s)
-    return RequestRefused(message)
+    return RequestTooLarge(message) if response.status_code == 413 else RequestRefused(message)
 
 
 async def patiently(call: Callable[[], Awaitable[T]], patience_s: float) -> T:
-    """Repeats `call` while it raises `EngineError`, for up to `patience_s` seconds; then the last one leaves.
+    """Repeats `call` while it raises `EngineError`; the last one leaves after `patience_s` seconds.
 
-    The wait grows with jitter, and is never shorter than a `Retry-After`.
+    The wait grows with jitter, and is never shorter than a `Retry-After`. An app that answers that it
+    is full is alive, and is asked for `PATIENCE_S` at least.
     """
+
+    def is_enough(state: tenacity.RetryCallState) -> bool:
+        is_full = state.outcome is not None and isinstance(state.outcome.exception(), EngineOverloaded)
+        return tenacity.stop_before_delay(max(PATIENCE_S, patience_s) if is_full else patience_s)(state)
+
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception_type(EngineError),
-        stop=tenacity.stop_before_delay(patience_s),
+        stop=is_enough,
         wait=_wait_s,
-        before_sleep=tenacity.before_sleep_log(logger, logging.INFO),
+        before_sleep=_log_wait,
         reraise=True,
     )
     async for attempt in retrying:
@@ -116,6 +127,11 @@ _jitter = tenacity.wait_random(0, 1)
 def _wait_s(state: tenacity.RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome else None
     return getattr(error, "retry_after_s", 0.0) * (1 + 0.5 * _jitter(state)) + _backoff(state)
+
+
+def _log_wait(state: tenacity.RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    logger.warning("asking again in %.0f s: %s", state.upcoming_sleep, error)
 
 
 ModelT = TypeVar("ModelT", GenerateResponse, ModelList)

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from flyte.io import File
 
+from apps.errors import AccountingError
 from tasks.manifest import Part
 from tasks.score import Score, score_completion
 from tasks.tables import ANSWER_SCHEMA
@@ -26,6 +27,7 @@ PART_BYTES = 64_000_000
 """A part is closed once it is this large."""
 ROW_GROUP_ROWS = 10_000
 ROW_GROUP_BYTES = 16_000_000
+"""Chunks are gathered into row groups of this size, which readers scan faster than many small ones."""
 
 PROMPT = pa.field("prompt", pa.string())
 """The rendered prompt, or the messages as JSON."""
@@ -40,10 +42,6 @@ SCORED_SCHEMA = pa.schema(
         pa.field("correct_flexible", pa.bool_()),
     ]
 )
-
-
-class AccountingError(Exception):
-    """Rows are missing, doubled or out of order: a bug, and the end of the run."""
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,21 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import flyte
 import flyte.errors
 from flyte.io import File
 from pydantic import BaseModel
 
-from apps.errors import RequestRefused
-from apps.schema import MAX_REQUEST_BYTES, RowResult, SamplingParams
-from tasks.client import InferenceClient, patiently
+from apps.errors import RequestRefused, RequestTooLarge, RowsLeft
+from apps.schema import MAX_REQUEST_BYTES, RowResult, SamplingParams, as_error
+from tasks.client import LOCAL_PATIENCE_S, PATIENCE_S, InferenceClient, patiently
 from tasks.environments import client_env, infer_retries, infer_timeout
 from tasks.render import PromptRow
 from tasks.tables import read_chunk, write_answers
 
-PATIENCE_S = 1800.0
-"""How long a chunk waits for an app that is starting, full or unreachable: longer than a cold start."""
 DEADLINE_S = 3300.0
 """Of one request, below the platform's hour, so that the rows finished by then are answered."""
 MAX_PASSES = 3
@@ -38,24 +38,22 @@ class InferenceConfig(BaseModel):
     """Prompts are user messages for the model's chat template; else they go to the model as they are."""
 
 
-class RowsLeft(Exception):
-    """Rows of a chunk still have retryable failures; the task is worth another attempt."""
-
-
 @client_env.task(retries=infer_retries, timeout=infer_timeout)
 async def infer_batch(
     chunk: File, endpoint: str, config: InferenceConfig, keep_failures: bool = False
 ) -> File:
     """The answers to a chunk, row for row.
 
-    Raises `RowsLeft` if rows failed in a way that may pass, unless `keep_failures`: then they are
-    written as failed rows. Raises `EngineError` if the app could not be reached for `PATIENCE_S`
-    seconds, and `NonRecoverableError` if it refuses the request.
+    Raises `RowsLeft` if rows failed in a way that may pass, unless `keep_failures`: then they are sent
+    once and written as failed rows. Raises `EngineUnavailable` if nothing was heard of the app for all
+    the time that it is given, and `NonRecoverableError` if it refuses the request.
     """
     rows = await read_chunk(chunk)
+    is_local = flyte.ctx().mode == "local"
+    sender = Sender(config, chunk.hash or "", LOCAL_PATIENCE_S if is_local else PATIENCE_S)
     async with InferenceClient(endpoint) as client:
         try:
-            results = await infer_rows(client, rows, config, chunk.hash or "")
+            results = await sender.infer_rows(client, rows, 1 if keep_failures else MAX_PASSES)
         except RequestRefused as exc:
             raise flyte.errors.NonRecoverableError(str(exc)) from exc
     left = [result for result in results if result.is_retryable()]
@@ -64,42 +62,54 @@ async def infer_batch(
     return await write_answers(results)
 
 
-async def infer_rows(
-    client: InferenceClient, rows: list[PromptRow], config: InferenceConfig, task_id: str
-) -> list[RowResult]:
-    """One result a row, in order; rows that failed in rendering are passed through, not sent."""
-    results: dict[str, RowResult] = {}
-    to_send: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        if row.error_kind is not None:
-            results[row.id] = RowResult.failed(row.id, row.error_kind, row.error or "")
-        else:
-            to_send[row.id] = wire_row(row, config)
-    for attempt in range(MAX_PASSES):
-        await asyncio.sleep(random.uniform(0, 2**attempt) if attempt else 0)
-        for batch in split_by_bytes(list(to_send.values()), MAX_REQUEST_BYTES // 2):
-            for result in await _send(client, batch, config, task_id):
-                results[result.id] = result
-        to_send = {row_id: to_send[row_id] for row_id in to_send if results[row_id].is_retryable()}
-        if not to_send:
-            break
-    return [results[row.id] for row in rows]
+@dataclass(frozen=True)
+class Sender:
+    """Sends the rows of one chunk. `patience_s` as in `tasks.client.patiently`."""
 
+    config: InferenceConfig
+    task_id: str
+    patience_s: float
 
-async def _send(
-    client: InferenceClient, batch: list[dict[str, Any]], config: InferenceConfig, task_id: str
-) -> list[RowResult]:
-    if num_bytes(batch[0]) > MAX_REQUEST_BYTES // 2:
-        error = f"the row has {num_bytes(batch[0])} bytes, a request takes {MAX_REQUEST_BYTES // 2}"
-        return [RowResult.failed(batch[0]["id"], "too_long", error)]
-    body = {
-        "rows": batch,
-        "task_id": task_id,
-        "sampling": config.sampling.model_dump(),
-        "model": config.model,
-        "deadline_s": DEADLINE_S,
-    }
-    return await patiently(lambda: client.generate(body), PATIENCE_S)
+    async def infer_rows(
+        self, client: InferenceClient, rows: list[PromptRow], max_passes: int
+    ) -> list[RowResult]:
+        """One result a row, in order; rows that failed in rendering are passed through, not sent."""
+        results: dict[str, RowResult] = {}
+        to_send: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            if row.error_kind is not None:
+                results[row.id] = RowResult.failed(row.id, row.error_kind, row.error or "")
+            else:
+                to_send[row.id] = wire_row(row, self.config)
+        for attempt in range(max_passes):
+            await asyncio.sleep(random.uniform(0, 2**attempt) if attempt else 0)
+            for batch in split_by_bytes(list(to_send.values()), MAX_REQUEST_BYTES // 2):
+                for result in await self._send(client, batch):
+                    results[result.id] = result
+            to_send = {row_id: to_send[row_id] for row_id in to_send if results[row_id].is_retryable()}
+            if not to_send:
+                break
+        return [results[row.id] for row in rows]
+
+    async def _send(self, client: InferenceClient, rows: list[dict[str, Any]]) -> list[RowResult]:
+        """Halves what the app finds too large, down to the row that is."""
+        if num_bytes(rows[0]) > MAX_REQUEST_BYTES // 2:
+            return [RowResult.failed(rows[0]["id"], "too_long", f"the row has {num_bytes(rows[0])} bytes")]
+        body = {
+            "rows": rows,
+            "task_id": self.task_id,
+            "sampling": self.config.sampling.model_dump(),
+            "model": self.config.model,
+            "model_revision": self.config.model_revision,
+            "deadline_s": DEADLINE_S,
+        }
+        try:
+            return await patiently(lambda: client.generate(body), self.patience_s)
+        except RequestTooLarge as exc:
+            if len(rows) == 1:
+                return [RowResult.failed(rows[0]["id"], "too_long", as_error(str(exc)))]
+            middle = len(rows) // 2
+            return await self._send(client, rows[:middle]) + await self._send(client, rows[middle:])
 
 
 def wire_row(row: PromptRow, config: InferenceConfig) -> dict[str, Any]:
@@ -129,4 +139,5 @@ def split_by_bytes(rows: list[dict[str, Any]], limit: int) -> Iterator[list[dict
 
 
 def num_bytes(row: dict[str, Any]) -> int:
-    return len(json.dumps(row).encode())
+    """As httpx sends it."""
+    return len(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode())

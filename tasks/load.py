@@ -39,16 +39,16 @@ def load_rows(source: Source) -> Rows:
     path = Path(source.dataset).expanduser()
     if path.is_file():
         return _read_file(source.dataset, path)
-    if path.suffix in READERS or source.dataset.startswith(("/", ".", "~")):
+    if path.suffix.lower() in READERS or source.dataset.startswith(("/", ".", "~")):
         raise JobError("dataset", source.dataset, "no such file")
     return iter(_load_from_hub(source))
 
 
 def _read_file(dataset: str, path: Path) -> Rows:
-    if path.suffix not in READERS:
+    if path.suffix.lower() not in READERS:
         known = ", ".join(READERS)
         raise JobError("dataset", dataset, f"unknown file type {path.suffix!r}, known are {known}")
-    return READERS[path.suffix](path)
+    return READERS[path.suffix.lower()](path)
 
 
 def _read_jsonl(path: Path) -> Rows:

@@ -36,7 +36,7 @@ class Manifest(BaseModel):
     model: str
     model_revision: str
     config_fingerprint: str
-    """Digest of every input that changes a completion."""
+    """Digest of everything that decides the completions: model, sampling, system prompt, prompts."""
     versions: dict[str, str]
     parts: list[Part]
     rows_scored: int | None = None
@@ -47,11 +47,12 @@ class Manifest(BaseModel):
     accuracy_flexible: float | None = None
     accuracy_flexible_95: tuple[float, float] | None = None
     output: str
-    """The run's folder."""
+    """The run's folder, as it was asked for."""
 
 
-def fingerprint(config: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+def fingerprint(config: dict[str, Any], prompts: str) -> str:
+    """Of the model, how it is asked, and the digest of what it is asked."""
+    return hashlib.sha256(json.dumps([config, prompts], sort_keys=True).encode()).hexdigest()
 
 
 def versions(engine: str) -> dict[str, str]:

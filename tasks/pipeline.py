@@ -7,11 +7,13 @@ rendered and written when there is room for it among those in flight.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+import re
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 import flyte
@@ -19,25 +21,27 @@ import flyte.errors
 from flyte.io import Dir, File
 from rich.console import Console
 
-from apps.errors import JobError, PromptError, RequestRefused
-from apps.schema import ModelCard, RowResult, SamplingParams, merge_sampling
+from apps.errors import EngineUnavailable, JobError, PromptError, RequestRefused
+from apps.schema import ModelCard, RowResult, SamplingParams, as_error, is_unicode, merge_sampling
 from apps.settings import ROWS_IN_FLIGHT_PER_SEQ
 from tasks.collect import AnsweredChunk, Totals, collect
 from tasks.fan_out import fan_out
 from tasks.infer_batch import InferenceConfig, infer_batch
 from tasks.load import Source, load_rows
 from tasks.manifest import Manifest, fingerprint, versions
-from tasks.output import as_dir, check_output, open_run_folder
+from tasks.output import RunFolder, as_dir, check_output, open_run_folder
 from tasks.progress import Progress, say
 from tasks.render import PromptRow, PromptSpec, render_rows
 from tasks.score import wilson_interval
-from tasks.serving import app_of_our_own, deployed_app
+from tasks.serving import ServingApp, app_of_our_own, deployed_app
 from tasks.tables import read_chunk, read_table, write_answers, write_chunk
 
 logger = logging.getLogger(__name__)
 
 FINAL_CODES = ("NonRecoverableError",)
 """Flyte's error codes of a task that no attempt can save."""
+
+CONSOLE = Console(stderr=True)
 
 
 @dataclass(frozen=True)
@@ -76,27 +80,32 @@ class Tally:
     """What has been handed out, and what has come back."""
 
     rows_in: int = 0
+    prompts: Any = field(default_factory=hashlib.sha256)
+    """Digest of every prompt handed out, in order."""
     answered: dict[int, AnsweredChunk] = field(default_factory=dict)
     elapsed_s: float = 0.0
+    lost_app: bool = False
+
+    def add(self, rows: Sequence[PromptRow]) -> None:
+        self.rows_in += len(rows)
+        for row in rows:
+            self.prompts.update(f"{row.prompt}\0{row.messages}\0".encode())
 
 
 async def run_job(job: Job) -> tuple[Manifest, Dir[Any]]:
     """The manifest and the folder of a finished run.
 
-    Raises `NonRecoverableError` with one line for an input that cannot be used, before anything is
-    written; `EngineUnavailable` if an app that was started for the job ends.
+    Raises `NonRecoverableError` with one line for an input that cannot be used, and, with results and
+    manifest written, for a run that lost the app or answered no row. Raises `EngineUnavailable` if an
+    app that was started for the job ends.
     """
     try:
         is_local = flyte.ctx().mode == "local"
         sampling = check_inputs(job, is_local)
         rows = await asyncio.to_thread(open_rows, job)
         with open_run_folder(job.output) as folder:
-            console = Console(stderr=True)
-            if is_local and not job.endpoint:
-                serving = app_of_our_own(job.model, folder.app_log, console)
-            else:
-                serving = deployed_app(job.endpoint, job.model, is_local, console)
-            async with serving as app:
+            tally = Tally()
+            async with serving_app(job, is_local, folder) as app:
                 warn_if_starved(job, app.card)
                 config = InferenceConfig(
                     model=app.card.id,
@@ -105,18 +114,18 @@ async def run_job(job: Job) -> tuple[Manifest, Dir[Any]]:
                     system_prompt=job.system_prompt,
                     chat=job.chat,
                 )
-                with Progress(console, job.limit or None) as progress:
-                    tally = await app.during(infer(job, rows, app.endpoint, config, progress))
-            chunks = [tally.answered[number] for number in sorted(tally.answered)]
-            scored = bool(job.spec.reference_column)
-            totals = await asyncio.to_thread(collect, chunks, folder.staging, tally.rows_in, scored)
-            output = job.output or str(folder.path)
-            manifest = make_manifest(job, config, app.card.engine, totals, tally, output)
-            folder.commit(manifest)
-            say(console, f"{tally.rows_in} rows: {totals.rows_ok} ok, {totals.rows_failed} failed")
+                await app.during(infer(job, rows, app.endpoint, config, tally))
+            manifest = await asyncio.to_thread(write_run, job, config, app.card.engine, tally, folder)
+            fail_if_lost(manifest, tally)
             return manifest, await as_dir(folder, job.output)
     except (JobError, PromptError, RequestRefused) as exc:
         raise flyte.errors.NonRecoverableError(str(exc)) from None
+
+
+def serving_app(job: Job, is_local: bool, folder: RunFolder) -> AbstractAsyncContextManager[ServingApp]:
+    if is_local and not job.endpoint:
+        return app_of_our_own(job.model, folder.app_log, CONSOLE)
+    return deployed_app(job.endpoint, job.model, is_local, CONSOLE)
 
 
 def check_inputs(job: Job, is_local: bool) -> SamplingParams:
@@ -125,9 +134,11 @@ def check_inputs(job: Job, is_local: bool) -> SamplingParams:
         value = getattr(job, name)
         if value < least:
             raise JobError(name, value, f"must be at least {least}")
-    if job.endpoint and not job.endpoint.startswith(("http://", "https://")):
-        raise JobError("endpoint", job.endpoint, "must start with http:// or https://")
-    check_output(job.output, is_local)
+    if job.endpoint and not re.fullmatch(r"https?://[\w.-]+(:\d{1,5})?(/.*)?", job.endpoint):
+        raise JobError("endpoint", job.endpoint, "is no http:// or https:// address")
+    if not is_unicode(job.system_prompt):
+        raise JobError("system_prompt", job.system_prompt, "is not Unicode text")
+    check_output(job.output, job.source.dataset, is_local)
     return merge_sampling(SamplingParams(), job.sampling)
 
 
@@ -160,10 +171,9 @@ def warn_if_starved(job: Job, card: ModelCard) -> None:
 
 
 async def infer(
-    job: Job, rows: Iterator[PromptRow], endpoint: str, config: InferenceConfig, progress: Progress
-) -> Tally:
-    """Sends every row, a bounded number of chunks at a time."""
-    tally = Tally()
+    job: Job, rows: Iterator[PromptRow], endpoint: str, config: InferenceConfig, tally: Tally
+) -> None:
+    """Sends every row, a bounded number of chunks at a time, and notes in `tally` what came back."""
 
     async def chunks() -> AsyncIterator[Chunk]:
         for number in itertools.count():
@@ -171,45 +181,49 @@ async def infer(
             if not batch:
                 progress.set_total(tally.rows_in)
                 return
-            tally.rows_in += len(batch)
+            tally.add(batch)
             yield Chunk(number, len(batch), await write_chunk(batch))
 
     async def answer(chunk: Chunk) -> File[Any]:
-        return await infer_or_fail(chunk, endpoint, config)
+        return await infer_or_fail(chunk, endpoint, config, tally)
 
-    async with aclosing(fan_out(chunks(), answer, job.max_concurrency)) as finished:
-        async for chunk, answers in finished:
-            tally.answered[chunk.number] = AnsweredChunk(chunk.file, answers)
-            tokens = (await read_table(answers))["completion_tokens"].to_pylist()
-            progress.advance(chunk.num_rows, sum(tokens))
-    tally.elapsed_s = progress.elapsed_s
-    return tally
+    with Progress(CONSOLE, job.limit or None) as progress:
+        async with aclosing(fan_out(chunks(), answer, job.max_concurrency)) as finished:
+            async for chunk, answers in finished:
+                tally.answered[chunk.number] = AnsweredChunk(chunk.file, answers)
+                tokens = (await read_table(answers))["completion_tokens"].to_pylist()
+                progress.advance(chunk.num_rows, sum(tokens))
+        tally.elapsed_s = progress.elapsed_s
 
 
-async def infer_or_fail(chunk: Chunk, endpoint: str, config: InferenceConfig) -> File[Any]:
+async def infer_or_fail(chunk: Chunk, endpoint: str, config: InferenceConfig, tally: Tally) -> File[Any]:
     """A chunk that keeps failing costs the job its unfinished rows, never the other chunks.
 
-    When the task's retries are spent, one last call keeps what can be answered; if that fails as a
-    whole, every row of the chunk is written as failed.
+    When the task's retries are spent, one last call keeps what is answered. Where the app cannot be
+    reached, that call is not made, nor any for the chunks that follow.
     """
-    try:
-        return await infer_batch(chunk.file, endpoint, config)
-    except (flyte.errors.BaseRuntimeError, asyncio.CancelledError) as exc:
-        _raise_if_final(exc)
-        logger.warning("chunk %d: no attempt is left: %s", chunk.number, exc)
-    try:
-        last_call = infer_batch.override(retries=0)
-        answers: File[Any] = await last_call(chunk.file, endpoint, config, keep_failures=True)
-        return answers
-    except (flyte.errors.BaseRuntimeError, asyncio.CancelledError) as exc:
-        _raise_if_final(exc)
-        rows = await read_chunk(chunk.file)
-        return await write_answers(
-            [
-                RowResult.failed(row.id, row.error_kind or "engine_error", row.error or str(exc))
-                for row in rows
-            ]
-        )
+    failure = "the app cannot be reached"
+    for attempt in (infer_batch, last_call):
+        if tally.lost_app:
+            break
+        try:
+            return await attempt(chunk.file, endpoint, config)
+        except (flyte.errors.BaseRuntimeError, asyncio.CancelledError) as exc:
+            _raise_if_final(exc)
+            failure = str(exc)
+            logger.warning("chunk %d: %s", chunk.number, failure)
+            tally.lost_app |= getattr(exc, "code", "") == EngineUnavailable.__name__
+    return await write_answers(
+        [
+            RowResult.failed(row.id, row.error_kind or "engine_error", row.error or as_error(failure))
+            for row in await read_chunk(chunk.file)
+        ]
+    )
+
+
+async def last_call(chunk: File[Any], endpoint: str, config: InferenceConfig) -> File[Any]:
+    answers: File[Any] = await infer_batch.override(retries=0)(chunk, endpoint, config, keep_failures=True)
+    return answers
 
 
 def _raise_if_final(exc: BaseException) -> None:
@@ -222,15 +236,10 @@ def _raise_if_final(exc: BaseException) -> None:
         raise RequestRefused(str(exc)) from exc
 
 
-def make_manifest(
-    job: Job, config: InferenceConfig, engine: str, totals: Totals, tally: Tally, output: str
-) -> Manifest:
-    changes_completions = {
-        "source": asdict(job.source),
-        "spec": asdict(job.spec),
-        "limit": job.limit,
-        **config.model_dump(),
-    }
+def write_run(job: Job, config: InferenceConfig, engine: str, tally: Tally, folder: RunFolder) -> Manifest:
+    """Collects, accounts and commits; blocks."""
+    chunks = [tally.answered[number] for number in sorted(tally.answered)]
+    totals = collect(chunks, folder.staging, tally.rows_in, bool(job.spec.reference_column))
     manifest = Manifest(
         rows_in=tally.rows_in,
         rows_ok=totals.rows_ok,
@@ -242,22 +251,32 @@ def make_manifest(
         tokens_per_s=round(totals.completion_tokens / max(tally.elapsed_s, 1e-9), 1),
         model=config.model,
         model_revision=config.model_revision,
-        config_fingerprint=fingerprint(changes_completions),
+        config_fingerprint=fingerprint(config.model_dump(), tally.prompts.hexdigest()),
         versions=versions(engine),
         parts=totals.parts,
-        output=output,
+        output=job.output or str(folder.path),
+        **(accuracy(totals) if job.spec.reference_column else {}),
     )
-    return with_accuracy(manifest, totals) if job.spec.reference_column else manifest
+    folder.commit(manifest)
+    say(CONSOLE, f"{manifest.rows_in} rows: {manifest.rows_ok} ok, {manifest.rows_failed} failed")
+    return manifest
 
 
-def with_accuracy(manifest: Manifest, totals: Totals) -> Manifest:
+def accuracy(totals: Totals) -> dict[str, Any]:
     scored = totals.rows_scored
-    return manifest.model_copy(
-        update={
-            "rows_scored": scored,
-            "accuracy_strict": totals.correct_strict / scored if scored else None,
-            "accuracy_strict_95": wilson_interval(totals.correct_strict, scored),
-            "accuracy_flexible": totals.correct_flexible / scored if scored else None,
-            "accuracy_flexible_95": wilson_interval(totals.correct_flexible, scored),
-        }
-    )
+    return {
+        "rows_scored": scored,
+        "accuracy_strict": totals.correct_strict / scored if scored else None,
+        "accuracy_strict_95": wilson_interval(totals.correct_strict, scored),
+        "accuracy_flexible": totals.correct_flexible / scored if scored else None,
+        "accuracy_flexible_95": wilson_interval(totals.correct_flexible, scored),
+    }
+
+
+def fail_if_lost(manifest: Manifest, tally: Tally) -> None:
+    """A run without its app, or without a single answer, is no success, though its files are in place."""
+    outcome = f"{manifest.rows_failed} of {manifest.rows_in} rows failed, see {manifest.output}"
+    if tally.lost_app:
+        raise flyte.errors.NonRecoverableError(f"the app could not be reached any more: {outcome}")
+    if not manifest.rows_ok:
+        raise flyte.errors.NonRecoverableError(outcome)

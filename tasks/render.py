@@ -19,7 +19,7 @@ import jinja2.sandbox
 from pydantic import TypeAdapter, ValidationError
 
 from apps.errors import ErrorKind, JobError, PromptError
-from apps.schema import Message
+from apps.schema import Message, is_unicode
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _read_id(row: dict[str, Any], column: str, number: int) -> str:
     if row.get(column) is None:
         raise JobError("id_column", column, f"row {number} has no id")
     row_id = str(row[column])
-    if row_id != _as_text(row_id):
+    if not is_unicode(row_id):
         raise JobError("id_column", column, f"the id of row {number} is not Unicode text")
     return row_id
 
@@ -111,7 +111,7 @@ def _as_text(value: object) -> str:
 
 
 def _check_text(text: str, where: str) -> str:
-    if text != _as_text(text):
+    if not is_unicode(text):
         raise PromptError("invalid_prompt", f"{where}: not Unicode text")
     return text
 
@@ -131,13 +131,24 @@ MESSAGES: TypeAdapter[list[Message]] = TypeAdapter(list[Message])
 
 def _read_messages(row: dict[str, Any], column: str) -> str:
     try:
-        messages = MESSAGES.validate_python(row.get(column))
+        messages = MESSAGES.validate_python(_drop_nulls(row.get(column)))
     except ValidationError as exc:
         first = exc.errors(include_url=False)[0]
         where = ".".join(str(part) for part in (column, *first["loc"]))
         raise PromptError("invalid_prompt", f"{where}: {first['msg']}") from exc
-    text = json.dumps([message.model_dump() for message in messages], ensure_ascii=False)
-    return _check_text(text, f"column {column!r}")
+    return json.dumps([message.model_dump() for message in messages], ensure_ascii=False)
+
+
+def _drop_nulls(messages: Any) -> Any:
+    """Without keys whose value is null, as Parquet and other tools' exports have them."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {key: value for key, value in message.items() if value is not None}
+        if isinstance(message, dict)
+        else message
+        for message in messages
+    ]
 
 
 def _refuse_null(value: Any) -> Any:
@@ -155,10 +166,20 @@ def _compile(template: str, first: dict[str, Any]) -> jinja2.Template:
         compiled = environment.from_string(template)
     except jinja2.TemplateSyntaxError as exc:
         raise JobError("prompt_template", template, str(exc)) from exc
-    if unknown := sorted(names - first.keys()):
+    unknown = sorted(names - first.keys())
+    if unknown and not _can_do_without(compiled, first):
         reason = f"{', '.join(unknown)} not among the columns {', '.join(first)}"
         raise JobError("prompt_template", template, reason)
     return compiled
+
+
+def _can_do_without(template: jinja2.Template, row: dict[str, Any]) -> bool:
+    """Whether `row` renders although columns are missing: the template tests for them."""
+    try:
+        _fill(template, row)
+    except PromptError as exc:
+        return not isinstance(exc.__cause__, jinja2.UndefinedError)
+    return True
 
 
 class _Null(jinja2.StrictUndefined):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tasks.manifest import Manifest
 
@@ -26,10 +27,11 @@ def summary(manifest: Manifest) -> Table:
         accuracy = getattr(manifest, f"accuracy_{name}")
         if accuracy is not None:
             low, high = getattr(manifest, f"accuracy_{name}_95")
-            table.add_row(f"accuracy, {name}", f"{accuracy:.1%} (95 %: {low:.1%} to {high:.1%})")
+            figure = f"{accuracy:.1%} of {manifest.rows_scored:,} (95 %: {low:.1%} to {high:.1%})"
+            table.add_row(f"accuracy, {name}", figure)
     table.add_row("tokens/s", f"{manifest.tokens_per_s:,.0f}")
-    table.add_row("model", manifest.model)
-    table.add_row("everything in", manifest.output)
+    table.add_row("model", Text(manifest.model))
+    table.add_row("everything in", Text(manifest.output))
     return table
 
 

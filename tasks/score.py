@@ -27,15 +27,17 @@ class Score:
     correct_flexible: bool
 
 
-def score_completion(text: str, reference: str) -> Score:
-    """`reference` is a worked solution that ends in `#### n`, or the number alone."""
-    target = parse_number(_after_marks(reference))
+def score_completion(text: str, reference: str) -> Score | None:
+    """`reference` is a worked solution that ends in `#### n`, or the number; `None` if it has none."""
+    target = parse_number(reference.rpartition("####")[2])
+    if target is None:
+        return None
     strict, flexible = extract_strict(text), extract_flexible(text)
     return Score(
         answer_strict=strict,
         answer_flexible=flexible,
-        correct_strict=_equals(strict, target),
-        correct_flexible=_equals(flexible, target),
+        correct_strict=strict is not None and parse_number(strict) == target,
+        correct_flexible=flexible is not None and parse_number(flexible) == target,
     )
 
 
@@ -52,9 +54,10 @@ def extract_flexible(text: str) -> str | None:
 def parse_number(text: str) -> Decimal | None:
     """`$1,000.` is 1000; `None` if what is left is no number."""
     try:
-        return Decimal(text.replace(",", "").replace("$", "").strip())
+        value = Decimal(text.replace(",", "").replace("$", "").strip())
     except InvalidOperation:
         return None
+    return value if value.is_finite() else None
 
 
 def wilson_interval(num_correct: int, num_scored: int) -> tuple[float, float]:
@@ -66,11 +69,3 @@ def wilson_interval(num_correct: int, num_scored: int) -> tuple[float, float]:
     spread = Z_95 * math.sqrt(share * (1 - share) / num_scored + z2 / (4 * num_scored**2))
     scale = 1 + z2 / num_scored
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
-
-
-def _after_marks(reference: str) -> str:
-    return reference.rpartition("####")[2].strip()
-
-
-def _equals(answer: str | None, target: Decimal | None) -> bool:
-    return answer is not None and target is not None and parse_number(answer) == target

@@ -15,14 +15,10 @@ from apps.errors import JobError
 from apps.inference_app import app_env
 from apps.local import LocalApp, local_app
 from apps.schema import ModelCard
-from tasks.client import InferenceClient, patiently
-from tasks.infer_batch import PATIENCE_S
+from tasks.client import LOCAL_PATIENCE_S, PATIENCE_S, InferenceClient, patiently
 from tasks.progress import waiting
 
 T = TypeVar("T")
-
-LOCAL_PATIENCE_S = 30.0
-"""How long a driver on this machine waits for an app that it was told of."""
 
 
 @dataclass(frozen=True)

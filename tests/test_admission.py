@@ -148,7 +148,7 @@ async def test_cancelled_callers_leave_queue_and_engine_empty() -> None:
         await asyncio.gather(running, return_exceptions=True)
         await until(lambda: admission.rows == 0)
         assert (admission.queued, admission.tokens, engine.aborted) == (0, 0, 4)
-        assert admission.aborted == 4
+        assert admission.aborted == 30
         engine.release.set()
         results = await run_rows(admission, ["still served"])
     assert results[0].error_kind is None
@@ -165,13 +165,17 @@ async def test_a_full_queue_refuses_before_taking_anything() -> None:
 async def test_leaving_waits_for_rows_and_refuses_new_ones() -> None:
     settings = make_settings()
     engine = HeldEngine(settings)
-    async with Admission(engine, settings) as admission:
-        running = asyncio.create_task(run_rows(admission, ["a", "b"]))
-        await until(lambda: engine.held == 2)
-        asyncio.get_running_loop().call_later(0.05, engine.release.set)
-    assert running.done() or (await running)
-    with pytest.raises(EngineUnavailable, match=r"dead|shutting down"):
+    admission = await Admission(engine, settings).__aenter__()
+    running = asyncio.create_task(run_rows(admission, ["a", "b"]))
+    await until(lambda: engine.held == 2)
+    leaving = asyncio.create_task(admission.__aexit__())
+    await asyncio.sleep(0.02)
+    assert not leaving.done()
+    with pytest.raises(EngineUnavailable, match="shutting down"):
         admission.check_open()
+    engine.release.set()
+    await leaving
+    assert [result.error_kind for result in await running] == [None, None]
     await engine.close()
 
 
@@ -187,18 +191,22 @@ async def test_a_dead_engine_fails_every_row_and_is_reported_once() -> None:
     assert deaths == ["dead"]
 
 
-async def test_a_dead_batcher_loop_closes_admission() -> None:
-    settings = make_settings()
-    engine = SimulatedEngine(settings)
-    async with Admission(engine, settings) as admission:
-        assert admission.loops_alive
-        consumer = admission._batcher._consumer_task
-        assert consumer is not None
-        consumer.cancel()
-        await asyncio.gather(consumer, return_exceptions=True)
-        assert not admission.loops_alive
-        with pytest.raises(EngineUnavailable):
+@pytest.mark.parametrize("loop", ["_consumer_task", "_aggregator_task"])
+async def test_a_dead_batcher_loop_leaves_nobody_waiting(loop: str) -> None:
+    settings = make_settings(max_num_seqs=1)
+    engine = HeldEngine(settings)
+    deaths: list[str] = []
+    async with Admission(engine, settings, lambda: deaths.append("dead")) as admission:
+        running = asyncio.create_task(run_rows(admission, [f"row {n}" for n in range(6)]))
+        await until(lambda: engine.held == 2)
+        getattr(admission._batcher, loop).cancel()
+        await until(lambda: not admission.loops_alive)
+        engine.release.set()
+        results = await running
+        with pytest.raises(EngineUnavailable, match="dead"):
             admission.check_open()
+    assert [result.error_kind for result in results] == [None] * 2 + ["engine_error"] * 4
+    assert deaths == ["dead"]
     await engine.close()
 
 

@@ -17,6 +17,7 @@ from apps.errors import (
     EngineTimeout,
     EngineUnavailable,
     RequestRefused,
+    RequestTooLarge,
 )
 from tasks.client import InferenceClient, error_of_status, patiently
 
@@ -147,7 +148,7 @@ async def test_httpx_errors_are_engine_errors(raised: type[Exception]) -> None:
         (404, RequestRefused),
         (408, EngineTimeout),
         (409, RequestRefused),
-        (413, RequestRefused),
+        (413, RequestTooLarge),
         (422, RequestRefused),
         (429, EngineOverloaded),
         (500, EngineUnavailable),
@@ -239,10 +240,16 @@ async def test_patience_runs_out() -> None:
 
 
 async def test_wait_beyond_patience_is_not_begun() -> None:
-    call, left = make_call(EngineOverloaded("full", retry_after_s=60), "answer")
-    with pytest.raises(EngineOverloaded):
+    call, left = make_call(EngineUnavailable("starting", retry_after_s=60), "answer")
+    with pytest.raises(EngineUnavailable):
         await patiently(call, patience_s=59)
     assert left == ["answer"]
+
+
+async def test_full_app_is_given_more_patience() -> None:
+    call, left = make_call(EngineOverloaded("full", retry_after_s=60), "answer")
+    await patiently(call, patience_s=59)
+    assert left == []
 
 
 async def test_waits_are_as_long_as_asked(waits: list[float]) -> None:

@@ -14,11 +14,11 @@ import pytest
 from flyte.io import File
 
 import tasks.collect
+from apps.errors import AccountingError
 from apps.schema import RowResult
 from tasks.collect import (
     RESULT_SCHEMA,
     SCORED_SCHEMA,
-    AccountingError,
     AnsweredChunk,
     Totals,
     collect,

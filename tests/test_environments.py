@@ -12,7 +12,7 @@ from apps import environments as app_environments
 from apps.inference_app import app_env
 from apps.settings import PRESETS, AppSettings, concurrency_target
 from tasks import infer_batch as infer_module
-from tasks.client import REQUEST_TIMEOUT_S
+from tasks.client import PATIENCE_S, REQUEST_TIMEOUT_S
 from tasks.infer_batch import infer_batch
 from workflows import batch_inference, gsm8k
 
@@ -43,6 +43,11 @@ def test_timeouts_nest_from_deadline_to_platform() -> None:
     request = app_env.timeouts.request
     assert isinstance(request, timedelta)
     assert infer_module.DEADLINE_S < REQUEST_TIMEOUT_S <= request.total_seconds()
+    task = infer_batch.timeout
+    assert isinstance(task, flyte.Timeout)
+    assert isinstance(task.max_runtime, timedelta)
+    longest = PATIENCE_S + infer_module.MAX_PASSES * REQUEST_TIMEOUT_S
+    assert longest < task.max_runtime.total_seconds()
 
 
 def test_a_chunk_is_retried_with_growing_pauses() -> None:

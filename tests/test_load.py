@@ -112,6 +112,10 @@ def test_bad_csv_line_is_named(tmp_path: Path, content: bytes, reason: str) -> N
     assert read_error(dataset).startswith(f"dataset={dataset!r}: {reason}")
 
 
+def test_suffix_may_be_in_capitals(tmp_path: Path) -> None:
+    assert read(make_file(tmp_path, "ROWS.JSONL", b'{"a": 1}')) == [{"a": 1}]
+
+
 def test_long_csv_field_is_read(tmp_path: Path) -> None:
     (row,) = read(make_file(tmp_path, "rows.csv", "prompt\n" + "x" * 200_000 + "\n"))
     assert len(row["prompt"]) == 200_000

@@ -8,7 +8,7 @@ import pytest
 
 from apps.errors import JobError
 from tasks.manifest import Manifest
-from tasks.output import check_output, open_run_folder
+from tasks.output import MARKER, as_dir, check_output, open_run_folder
 
 
 def make_manifest(**overrides: int) -> Manifest:
@@ -36,15 +36,20 @@ def write_run(output: Path, *parts: str, rows_in: int = 2) -> None:
 
 
 def read_tree(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != MARKER]
     return {str(path.relative_to(folder)): path.read_text() for path in files}
 
 
-@pytest.mark.parametrize("output", ["", "s3://bucket/run", "new", "run", "deep/er/run"])
+def check(output: str, dataset: str = "rows.jsonl", is_local: bool = True) -> None:
+    check_output(output, dataset, is_local)
+
+
+@pytest.mark.parametrize("output", ["", "memory://bucket/run", "new", "run", "deep/er/run", "empty"])
 def test_usable_output_is_accepted(tmp_path: Path, output: str) -> None:
     write_run(tmp_path / "run", "part-00000.parquet")
+    (tmp_path / "empty").mkdir()
     before = read_tree(tmp_path)
-    check_output(str(tmp_path / output) if output and "://" not in output else output, is_local=True)
+    check(str(tmp_path / output) if output and "://" not in output else output)
     assert read_tree(tmp_path) == before
 
 
@@ -53,26 +58,60 @@ def test_usable_output_is_accepted(tmp_path: Path, output: str) -> None:
     [
         ("out", "out", "out is a file"),
         ("out/run", "out", "out is a file"),
-        ("out", "out/results", "results is not a folder"),
-        ("out", "out/results/thesis.txt", "thesis.txt, which is not of a run"),
-        ("out", "out/results/part-00000.csv", "part-00000.csv, which is not of a run"),
+        ("out", "out/manifest.json", "is not empty and not of an earlier run"),
+        ("out", "out/results/part-00000.parquet", "is not empty and not of an earlier run"),
+        (".", "thesis.txt", "is not empty and not of an earlier run"),
     ],
-    ids=["file", "under-a-file", "results-is-a-file", "foreign-file", "foreign-part"],
+    ids=["file", "under-a-file", "foreign-manifest", "foreign-results", "own-files"],
 )
 def test_unusable_output_is_refused(tmp_path: Path, output: str, made: str, reason: str) -> None:
     (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / made).write_text("mine")
     with pytest.raises(JobError, match="output=") as caught:
-        check_output(str(tmp_path / output), is_local=True)
+        check(str(tmp_path / output))
     assert reason in str(caught.value)
     assert read_tree(tmp_path) == {made: "mine"}
 
 
+def test_output_that_holds_the_data_set_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", "part-00000.parquet")
+    with pytest.raises(JobError, match="lies in it"):
+        check(str(tmp_path / "run"), dataset=str(tmp_path / "run" / "results" / "part-00000.parquet"))
+
+
+def test_output_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(JobError, match="output="), open_run_folder(str(tmp_path / "file" / "run")):
+        pass
+
+
 def test_local_output_is_refused_on_a_cluster(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="lost on a cluster"):
-        check_output(str(tmp_path), is_local=False)
-    check_output("s3://bucket/run", is_local=False)
-    check_output("", is_local=False)
+        check(str(tmp_path), is_local=False)
+    check("memory://bucket/run", is_local=False)
+    check("", is_local=False)
+
+
+async def test_uri_gets_the_run_once(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/remote/run"
+    check(uri)
+    with open_run_folder(uri) as folder:
+        (folder.staging / "part-00000.parquet").write_text("rows")
+        folder.commit(make_manifest())
+        directory = await as_dir(folder, uri)
+    assert directory.path == uri
+    assert sorted(read_tree(tmp_path / "remote" / "run")) == ["manifest.json", "results/part-00000.parquet"]
+    assert not folder.path.exists()
+    with pytest.raises(JobError, match="exists already"):
+        check(uri)
+
+
+def test_unused_folder_is_not_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name in ("new", "there"):
+        with open_run_folder(str(tmp_path / name)):
+            pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
 
 
 def test_second_run_is_refused(tmp_path: Path) -> None:
@@ -117,12 +156,14 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     assert sorted(read_tree(tmp_path)) == ["manifest.json", "results/part-00000.parquet"]
 
 
-@pytest.mark.parametrize("step", ["results.partial", "manifest.json.partial"])
-def test_interrupted_commit_has_no_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    """A run ends while it renames: the folder it leaves does not claim to be whole."""
+STEPS = ["manifest.json", "results", "results.partial", "manifest.json.partial"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_interrupted_commit_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """A run ends while it renames: the next one that opens the folder finds the former run whole."""
     write_run(tmp_path, "part-00000.parquet", rows_in=1)
+    before = read_tree(tmp_path)
     rename = Path.rename
 
     def rename_until(path: Path, target: Path) -> Path:
@@ -134,17 +175,15 @@ def test_interrupted_commit_has_no_manifest(
         patch.setattr(Path, "rename", rename_until)
         with pytest.raises(KeyboardInterrupt):
             write_run(tmp_path, "part-00000.parquet", rows_in=2)
-    assert not (tmp_path / "manifest.json").exists()
+    with open_run_folder(str(tmp_path)):
+        assert read_tree(tmp_path) == before
     write_run(tmp_path, "part-00000.parquet", rows_in=3)
     assert read_tree(tmp_path)["results/part-00000.parquet"] == "part-00000.parquet of 3"
 
 
-@pytest.mark.parametrize("output", ["", "s3://bucket/run"])
-def test_remote_output_is_staged_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
-) -> None:
+def test_output_without_a_name_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with open_run_folder(output) as folder:
-        assert folder.path.parent == tmp_path
+    with open_run_folder("") as folder:
         folder.commit(make_manifest())
+    assert folder.path.parent == tmp_path
     assert (folder.path / "manifest.json").is_file()

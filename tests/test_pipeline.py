@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ import pytest
 from apps.engines.simulated import SimulatedEngine
 from apps.errors import EngineTimeout
 from apps.inference_app import create_app
+from apps.settings import AppSettings
+from tasks import infer_batch as infer_module
 from tasks.infer_batch import infer_batch
 from tests.conftest import ROOT
 from tests.drivers import make_problems, read_run, run_driver, write_jsonl
@@ -155,6 +158,64 @@ async def test_a_row_that_never_succeeds_costs_only_itself(tmp_path: Path) -> No
     assert results["error_kind"].dropna().to_dict() == {7: "timeout"}
 
 
+async def test_chunks_larger_than_the_app_takes_are_halved(tmp_path: Path) -> None:
+    small = make_settings(max_queue_size=20, max_request_bytes=5000)
+    app = create_app(SimulatedEngine, lambda: small, on_dead=lambda: None)
+    rows = [{"prompt": "x" * 6000 if n == 33 else f"Say {n}."} for n in range(100)]
+    async with serve(app) as endpoint:
+        manifest = await run_driver(
+            batch_inference.main,
+            dataset=write_jsonl(tmp_path / "rows.jsonl", rows),
+            chunk_size=100,
+            endpoint=endpoint,
+            output=str(tmp_path / "run"),
+        )
+    _, results = read_run(tmp_path / "run")
+    assert (manifest.rows_ok, manifest.rows_failed) == (99, 1)
+    assert results["error_kind"].dropna().to_dict() == {33: "too_long"}
+
+
+@pytest.mark.usefixtures("one_quick_retry")
+async def test_a_run_without_an_answer_is_written_and_fails(tmp_path: Path) -> None:
+    settings = make_settings(simulated={"failure_rate": 1.0})
+    app = create_app(SimulatedEngine, lambda: settings, on_dead=lambda: None)
+    dataset = write_jsonl(tmp_path / "problems.jsonl", make_problems(6))
+    async with serve(app) as endpoint:
+        with pytest.raises(flyte.errors.RuntimeUserError, match="6 of 6 rows failed"):
+            await run_driver(gsm8k.main, dataset=dataset, endpoint=endpoint, output=str(tmp_path / "run"))
+    manifest, results = read_run(tmp_path / "run")
+    assert (manifest.rows_failed, manifest.accuracy_strict) == (6, None)
+    assert set(results["error_kind"]) == {"engine_error"}
+
+
+@pytest.mark.usefixtures("one_quick_retry")
+async def test_losing_the_app_keeps_what_was_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infer_module, "LOCAL_PATIENCE_S", 0.2)
+    dataset = write_jsonl(tmp_path / "problems.jsonl", make_problems(40))
+    engines: list[HeldEngine] = []
+
+    def make_engine(settings: AppSettings) -> HeldEngine:
+        engines.append(HeldEngine(settings))
+        return engines[0]
+
+    inputs = {"dataset": dataset, "chunk_size": 10, "max_concurrency": 1, "output": str(tmp_path / "run")}
+    async with AsyncExitStack() as stack:
+        app = create_app(make_engine, make_settings, on_dead=lambda: None)
+        endpoint = await stack.enter_async_context(serve(app))
+        job = asyncio.create_task(run_driver(gsm8k.main, endpoint=endpoint, **inputs))
+        await until(lambda: engines and engines[0].held)
+        engines[0].release.set()
+        await until(lambda: engines[0].most_held and not engines[0].held)
+    with pytest.raises(flyte.errors.RuntimeUserError, match="could not be reached any more"):
+        await job
+    manifest, results = read_run(tmp_path / "run")
+    assert manifest.rows_in == len(results) == 40
+    assert manifest.rows_ok + manifest.rows_failed == 40
+    assert 10 <= manifest.rows_ok < 40
+
+
 @pytest.mark.usefixtures("one_quick_retry")
 async def test_an_app_that_refuses_ends_the_job(endpoint: str, tmp_path: Path) -> None:
     dataset = write_jsonl(tmp_path / "problems.jsonl", make_problems(3))
@@ -207,7 +268,7 @@ UNUSABLE = [
     pytest.param({"dataset": "README.md"}, "unknown file type '.md'", id="file type"),
     pytest.param({"dataset": "{tmp}/empty.jsonl"}, "dataset='.*empty.jsonl': has no rows", id="empty"),
     pytest.param({"dataset": "{tmp}/other.jsonl"}, "prompt_column='question': .* text", id="column"),
-    pytest.param({"endpoint": "localhost:8000"}, "endpoint='localhost:8000': must start", id="endpoint"),
+    pytest.param({"endpoint": "localhost:8000"}, "endpoint='localhost:8000': is no http", id="endpoint"),
     pytest.param({"output": "README.md"}, "output='README.md': README.md is a file", id="output"),
 ]
 

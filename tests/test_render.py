@@ -56,7 +56,7 @@ def test_messages_column_becomes_json() -> None:
         ("Hi", "chat: "),
         ([{"role": "user"}], "chat.0.content: "),
         (make_messages(content=7), "chat.1.content: "),
-        (make_messages(content="\ud800"), "column 'chat': not Unicode text"),
+        (make_messages(content="\ud800"), "chat.1.content: "),
         (make_messages(name="Ann"), "chat.1.name: "),
     ],
     ids=["null", "text", "no-content", "number", "surrogate", "unknown-key"],
@@ -110,6 +110,18 @@ def test_template_error_fails_its_row_alone(template: str, value: Any, kind: str
 def test_template_may_test_for_null() -> None:
     template = "{% if q %}{{ q }}{% else %}none{% endif %}"
     assert [row.prompt for row in render(make_rows(q=["a", None]), template=template)] == ["a", "none"]
+
+
+def test_template_may_test_for_a_column() -> None:
+    template = "{{ q }}{% if hint is defined %}, {{ hint }}{% endif %}"
+    rows = render([{"q": "a"}, {"q": "b", "hint": "c"}], template=template)
+    assert [row.prompt for row in rows] == ["a", "b, c"]
+
+
+def test_null_keys_of_messages_are_dropped() -> None:
+    message = {"role": "user", "content": "Say a.", "name": None, "tool_calls": None}
+    (row,) = render([{"turns": [message]}], messages_column="turns")
+    assert json.loads(row.messages or "") == [{"role": "user", "content": "Say a."}]
 
 
 def test_column_missing_in_one_row_fails_it() -> None:

@@ -67,6 +67,8 @@ def test_answer_is_extracted(text: str, strict: str | None, flexible: str | None
         ("1.2.3", None),
         (".", None),
         ("", None),
+        ("sNaN", None),
+        ("Infinity", None),
     ],
 )
 def test_number_is_parsed(text: str, number: Decimal | None) -> None:
@@ -89,16 +91,20 @@ def test_number_is_parsed(text: str, number: Decimal | None) -> None:
         ("#### 3", "#### -3", False, False),
         ("#### 180", "#### 18", False, False),
         ("no number", "#### 18", False, False),
-        ("#### 18", "unknown", False, False),
-        ("unknown", "unknown", False, False),
     ],
 )
 def test_completion_is_scored(
     text: str, reference: str, correct_strict: bool, correct_flexible: bool
 ) -> None:
     score = score_completion(text, reference)
+    assert score is not None
     assert (score.correct_strict, score.correct_flexible) == (correct_strict, correct_flexible)
     assert (score.answer_strict, score.answer_flexible) == (extract_strict(text), extract_flexible(text))
+
+
+@pytest.mark.parametrize("reference", ["unknown", "", "#### ", "sNaN"])
+def test_reference_without_a_number_is_not_scored(reference: str) -> None:
+    assert score_completion("#### 18", reference) is None
 
 
 @pytest.mark.parametrize(

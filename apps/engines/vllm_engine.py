@@ -17,8 +17,8 @@ from apps.errors import EngineError, EngineUnavailable, PromptError
 from apps.schema import Row, SamplingParams
 from apps.settings import AppSettings
 
-HASHED_BYTES = 1 << 16
-"""Bytes at either end of a model file that enter the revision of a local model."""
+MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".tiktoken"}
+"""Files of a model's folder that change what it answers."""
 
 
 class VLLMEngine:
@@ -148,11 +148,7 @@ def _version() -> str:
 
 
 def _revision(settings: AppSettings) -> str:
-    """The commit that the Hub's cache holds, or for a folder a digest of its files.
-
-    Of each file the name, the size and both ends are hashed, which tells trainings apart without
-    reading gigabytes.
-    """
+    """The commit that the Hub's cache holds, or for a folder a digest of its model files."""
     folder = Path(settings.model)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -160,15 +156,10 @@ def _revision(settings: AppSettings) -> str:
         cached = try_to_load_from_cache(settings.model, "config.json", revision=settings.model_revision)
         return Path(cached).parent.name if isinstance(cached, str) else settings.model_revision or ""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in _MODEL_SUFFIXES):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES):
         with path.open("rb") as file:
-            head = file.read(HASHED_BYTES)
-            file.seek(max(file.tell(), path.stat().st_size - HASHED_BYTES))
-            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + head + file.read())
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:40]
-
-
-_MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".jinja", ".model"}
 
 
 def _prompt_error(exc: Exception) -> PromptError:
