@@ -50,9 +50,10 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """An empty home, a replica without a model, and any free port for `make serve`."""
+    """An empty home, a replica without a model, any free port for `make serve`, and no outer make."""
     simulated = {"SATURATE_ENGINE": "simulated", "SATURATE_SIMULATED__TIME_SCALE": "0"}
-    return {**os.environ, **simulated, "HOME": str(tmp_path), "PORT": "0"}
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    return {**outside, **simulated, "HOME": str(tmp_path), "PORT": "0"}
 
 
 def test_local_commands_do_what_they_say(tree: Path, environment: dict[str, str]) -> None:

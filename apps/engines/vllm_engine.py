@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class VLLMEngine:
         try:
             params = self._make_params(**sampling.model_dump(), output_kind=self._final_only, detokenize=True)
             request_id = str(next(self._request_ids))
+            started = time.monotonic()
             async for output in self._llm.generate(prompt.payload, params, request_id):
                 final = output
         except self._invalid as exc:
@@ -84,7 +86,7 @@ class VLLMEngine:
             text=answer.text,
             finish_reason=answer.finish_reason,
             completion_tokens=len(answer.token_ids),
-            ttft_s=final.metrics.first_token_latency if final.metrics else None,
+            ttft_s=_ttft_s(time.monotonic() - started, final.metrics),
         )
 
     async def check_health(self) -> None:
@@ -139,6 +141,14 @@ def _read_limits(settings: AppSettings, config: Any) -> EngineLimits:
         max_num_seqs=config.scheduler_config.max_num_seqs,
         kv_cache_tokens=kv_cache_tokens or cache.num_gpu_blocks * cache.block_size,
     )
+
+
+def _ttft_s(elapsed_s: float, metrics: Any) -> float | None:
+    """What is left of `elapsed_s` without the time from the first token to the last.
+
+    vLLM's own `first_token_latency` counts from when the prompt was rendered, before it was admitted.
+    """
+    return elapsed_s - (metrics.last_token_ts - metrics.first_token_ts) if metrics else None
 
 
 def _version() -> str:
