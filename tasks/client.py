@@ -82,6 +82,15 @@ class InferenceClient:
         raise error_of_status(response)
 
 
+def is_endpoint(url: str) -> bool:
+    """Whether `url` is something that a client can be made for."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        return False
+    return parsed.scheme in ("http", "https") and parsed.host != "" and (parsed.port or 80) < 2**16
+
+
 def error_of_status(response: httpx.Response) -> EngineError | RequestRefused:
     """408, 429 and every 5xx may pass; any other status is final, though 413 is about the size alone."""
     message = f"{response.status_code} from {response.url}: {response.text[:500]}"

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import itertools
 import logging
-import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from rich.console import Console
 from apps.errors import EngineUnavailable, JobError, PromptError, RequestRefused
 from apps.schema import ModelCard, RowResult, SamplingParams, as_error, is_unicode, merge_sampling
 from apps.settings import ROWS_IN_FLIGHT_PER_SEQ
+from tasks.client import is_endpoint
 from tasks.collect import AnsweredChunk, Totals, collect
 from tasks.fan_out import fan_out
 from tasks.infer_batch import InferenceConfig, infer_batch
@@ -116,8 +116,9 @@ async def run_job(job: Job) -> tuple[Manifest, Dir[Any]]:
                 )
                 await app.during(infer(job, rows, app.endpoint, config, tally))
             manifest = await asyncio.to_thread(write_run, job, config, app.card.engine, tally, folder)
-            fail_if_lost(manifest, tally)
-            return manifest, await as_dir(folder, job.output)
+            directory = await as_dir(folder, job.output)
+            fail_if_lost(manifest, tally, directory.path)
+            return manifest, directory
     except (JobError, PromptError, RequestRefused) as exc:
         raise flyte.errors.NonRecoverableError(str(exc)) from None
 
@@ -134,7 +135,7 @@ def check_inputs(job: Job, is_local: bool) -> SamplingParams:
         value = getattr(job, name)
         if value < least:
             raise JobError(name, value, f"must be at least {least}")
-    if job.endpoint and not re.fullmatch(r"https?://[\w.-]+(:\d{1,5})?(/.*)?", job.endpoint):
+    if job.endpoint and not is_endpoint(job.endpoint):
         raise JobError("endpoint", job.endpoint, "is no http:// or https:// address")
     if not is_unicode(job.system_prompt):
         raise JobError("system_prompt", job.system_prompt, "is not Unicode text")
@@ -273,9 +274,9 @@ def accuracy(totals: Totals) -> dict[str, Any]:
     }
 
 
-def fail_if_lost(manifest: Manifest, tally: Tally) -> None:
+def fail_if_lost(manifest: Manifest, tally: Tally, where: str) -> None:
     """A run without its app, or without a single answer, is no success, though its files are in place."""
-    outcome = f"{manifest.rows_failed} of {manifest.rows_in} rows failed, see {manifest.output}"
+    outcome = f"{manifest.rows_failed} of {manifest.rows_in} rows failed, see {where}"
     if tally.lost_app:
         raise flyte.errors.NonRecoverableError(f"the app could not be reached any more: {outcome}")
     if not manifest.rows_ok:

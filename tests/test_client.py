@@ -19,7 +19,7 @@ from apps.errors import (
     RequestRefused,
     RequestTooLarge,
 )
-from tasks.client import InferenceClient, error_of_status, patiently
+from tasks.client import InferenceClient, error_of_status, is_endpoint, patiently
 
 ENDPOINT = "http://app.test"
 Answer = Callable[[httpx.Request], httpx.Response]
@@ -230,6 +230,22 @@ async def test_other_errors_leave_at_once(error: Exception) -> None:
         await patiently(call, patience_s=1000)
     assert caught.value is error
     assert left == ["answer"]
+
+
+@pytest.mark.parametrize(
+    ("url", "usable"),
+    [
+        ("http://127.0.0.1:8000", True),
+        ("https://app.example.com/base/", True),
+        ("http://[::1]:8000", True),
+        ("localhost:8000", False),
+        ("http://localhost:99999", False),
+        ("http://", False),
+        ("s3://bucket/run", False),
+    ],
+)
+def test_endpoint_is_recognised(url: str, usable: bool) -> None:
+    assert is_endpoint(url) is usable
 
 
 async def test_patience_runs_out() -> None:
