@@ -4,6 +4,9 @@
 one task for it, and goes on; the engine batches continuously by itself. What keeps the batcher from
 hanging: nothing leaves `_admit`, `min_batch_size` is 1, and a row is submitted only under a
 reservation, of which none is given once draining has begun and all are back before it stops.
+
+A row that is sent again under the same task id joins the job that runs for it or lately ran, so that a
+retry after a broken connection computes nothing twice.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from typing import Any, Self
 
 from flyte.extras import TokenBatcher
@@ -28,6 +32,7 @@ from apps.errors import (
     PromptError,
 )
 from apps.metrics import UseClock
+from apps.recent import Recent
 from apps.schema import RawRow, Row, RowResult, SamplingParams, merge_sampling, parse_row
 from apps.settings import ROWS_IN_FLIGHT_PER_SEQ, AppSettings
 
@@ -43,31 +48,35 @@ KIND_OF_ENGINE_ERROR: dict[type[EngineError], ErrorKind] = {
 
 @dataclass(eq=False)
 class Job:
-    """A rendered row on its way through the batcher into the engine."""
+    """A valid row on its way through rendering, queue and engine; several callers may wait for it."""
 
-    row_id: str
-    prompt: RenderedPrompt
+    row: Row
     sampling: SamplingParams
-    cost: int
-    """Tokens it may come to hold in the KV cache: its prompt and `max_tokens`."""
+    key: bytes
+    """Digest of all that decides the answer; empty if nobody may join."""
     arrived: float
+    cost: int = 0
+    """Tokens it may come to hold in the KV cache: its prompt and `max_tokens`."""
+    prompt: RenderedPrompt | None = None
+    waiters: int = 0
     done: asyncio.Future[RowResult] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     task: asyncio.Task[None] | None = None
+    """What works on it now: rendering, or the engine."""
 
 
-@dataclass
 class Reservation:
-    """Places in the queue, given out one by one to the rows of a request."""
+    """Places in the queue for the rows of a request, given out one by one."""
 
-    num_rows: int
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
 
 
 class Admission:
     """Between the request handlers and one engine; an async context manager.
 
-    `on_dead` is called once, when the engine reports that it is dead.
+    `on_dead` is called once, when the engine or a loop of the batcher is found dead.
     """
 
     def __init__(
@@ -79,8 +88,6 @@ class Admission:
         self.max_queue_size = settings.max_queue_size
         self.max_rows = ROWS_IN_FLIGHT_PER_SEQ * limits.max_num_seqs
         self.max_tokens = ROWS_IN_FLIGHT_PER_SEQ * limits.kv_cache_tokens
-        self.queued = 0
-        """Rows that hold a reservation and are not in the engine yet."""
         self.rows = 0
         """Rows in the engine."""
         self.tokens = 0
@@ -88,10 +95,15 @@ class Admission:
         self.completed = 0
         self.failed = 0
         self.aborted = 0
+        self.joined = 0
         self.prompt_tokens = 0
         self.completion_tokens = 0
-        self._waiting: set[Job] = set()
-        """Submitted to the batcher and not in the engine yet."""
+        self._reserved = 0
+        self._queue: set[Job] = set()
+        """Jobs that are rendered or wait for the engine."""
+        self._running: dict[bytes, Job] = {}
+        """Unfinished jobs that may be joined."""
+        self._recent = Recent()
         self._room = asyncio.Event()
         self._use = UseClock()
         self._draining = False
@@ -120,21 +132,14 @@ class Admission:
             await self._batcher.stop()
 
     @property
+    def queued(self) -> int:
+        """Rows that hold a place and are not in the engine yet."""
+        return self._reserved + len(self._queue)
+
+    @property
     def loops_alive(self) -> bool:
         """Whether both loops of the batcher run; `TokenBatcher.is_running` stays true when one dies."""
         return all(not task.done() for task in self._loops())
-
-    def _loops(self) -> list[asyncio.Task[None]]:
-        tasks = (self._batcher._aggregator_task, self._batcher._consumer_task)
-        return [task for task in tasks if task is not None]
-
-    def _note_loop_end(self, _: asyncio.Task[None]) -> None:
-        """A loop that ends before its time would leave the rows in the queue waiting for ever."""
-        if not self._draining:
-            self._die()
-            for job in self._waiting:
-                if not job.done.done():
-                    job.done.set_result(RowResult.failed(job.row_id, "engine_error", "the batcher died"))
 
     def check_open(self) -> None:
         """Raises `EngineUnavailable` when no row can be taken any more."""
@@ -154,41 +159,55 @@ class Admission:
             raise EngineOverloaded(
                 f"{self.queued} rows wait, {num_rows} more exceed the queue of {self.max_queue_size}"
             )
-        self.queued += num_rows
+        self._reserved += num_rows
         reservation = Reservation(num_rows)
         try:
             yield reservation
         finally:
-            self._leave_queue(reservation.num_rows)
+            self._reserved -= reservation.num_rows
+            self._room.set()
 
-    async def run(self, raw: RawRow, sampling: SamplingParams, reservation: Reservation) -> RowResult:
-        """Answers one row and never raises for its sake; cancelling it aborts the row in the engine."""
-        arrived = time.monotonic()
+    def submit(
+        self, raw: RawRow, sampling: SamplingParams, reservation: Reservation, task_id: str = ""
+    ) -> Job | RowResult:
+        """A job whose `done` will hold the answer and never raises for the row's sake.
+
+        A row that is not valid is answered at once. The caller says `leave` to every job when it does
+        not wait any more; a job that nobody waits for is aborted in the engine.
+        """
         reservation.num_rows -= 1
-        job: Job | None = None
+        self._reserved -= 1
         try:
-            job = await self._prepare(raw, sampling, arrived)
-            self._waiting.add(job)
-            await self._batcher.submit(job, estimated_tokens=job.cost)
-            result = await job.done
-        except asyncio.CancelledError:
-            self.aborted += 1
-            raise
-        except Exception as exc:
-            result = self._failure(raw.id, exc)
-        finally:
-            if job is None or job.task is None:
-                self._leave_queue(1)
-            if job is not None:
-                self._abandon(job)
-        self._count(result)
-        return result
+            row = parse_row(raw)
+            if row.is_blank():
+                raise PromptError("empty", "the prompt is empty")
+            merged = merge_sampling(sampling, row.sampling)
+        except PromptError as exc:
+            self._room.set()
+            return self._count(self._failure(raw.id, exc))
+        key = join_key(task_id, row, merged) if task_id else b""
+        if (recent := self._recent.get(key)) is not None:
+            self.joined += 1
+            self._room.set()
+            return recent
+        job = self._running.get(key)
+        if job is None:
+            job = self._begin(Job(row, merged, key, time.monotonic()))
+        else:
+            self.joined += 1
+            self._room.set()
+        job.waiters += 1
+        return job
 
-    def _abandon(self, job: Job) -> None:
-        """Nobody waits for `job` any more: if it is not done, it never will be."""
-        self._waiting.discard(job)
+    def leave(self, job: Job) -> None:
+        """One caller waits no more, for whatever reason."""
+        job.waiters -= 1
+        if job.waiters or job.done.done():
+            return
+        self.aborted += 1
         job.done.cancel()
-        if job.task is not None and job.done.cancelled():
+        self._forget(job)
+        if job.task is not None:
             job.task.cancel()
 
     def stats(self) -> dict[str, Any]:
@@ -207,22 +226,33 @@ class Admission:
             "completed": self.completed,
             "failed": self.failed,
             "aborted": self.aborted,
+            "joined": self.joined,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
         }
 
-    async def _prepare(self, raw: RawRow, sampling: SamplingParams, arrived: float) -> Job:
-        row: Row = parse_row(raw)
-        if row.is_blank():
-            raise PromptError("empty", "the prompt is empty")
-        merged = merge_sampling(sampling, row.sampling)
-        prompt = await self._engine.render(row)
-        room = self._engine.limits.max_model_len - prompt.num_tokens
-        cost = prompt.num_tokens + min(merged.max_tokens, room)
-        return Job(row.id, prompt, merged, cost, arrived)
+    def _begin(self, job: Job) -> Job:
+        self._queue.add(job)
+        if job.key:
+            self._running[job.key] = job
+        job.task = asyncio.get_running_loop().create_task(self._prepare(job))
+        return job
+
+    async def _prepare(self, job: Job) -> None:
+        """Renders the row and hands it to the batcher."""
+        try:
+            job.prompt = await self._engine.render(job.row)
+            room = self._engine.limits.max_model_len - job.prompt.num_tokens
+            job.cost = job.prompt.num_tokens + min(job.sampling.max_tokens, room)
+            await self._batcher.submit(job, estimated_tokens=job.cost)
+        except asyncio.CancelledError:
+            self._finish(job, RowResult.failed(job.row.id, "cancelled", "cancelled while rendering"))
+            raise
+        except Exception as exc:
+            self._finish(job, self._failure(job.row.id, exc))
 
     async def _admit(self, jobs: list[Job]) -> list[asyncio.Task[None] | None]:
-        """The batcher's `inference_fn`: one handle a job, `None` for those whose caller has left."""
+        """The batcher's `inference_fn`: one handle a job, `None` for those that nobody waits for."""
         handles: list[asyncio.Task[None] | None] = []
         for job in jobs:
             while not self._has_room(job) and not job.done.done():
@@ -239,38 +269,20 @@ class Admission:
         return fits or not self.rows or self._dead
 
     def _start(self, job: Job) -> asyncio.Task[None]:
-        self._waiting.discard(job)
+        self._queue.discard(job)
         self.rows += 1
         self.tokens += job.cost
-        self._leave_queue(1)
         job.task = asyncio.get_running_loop().create_task(self._generate(job))
         job.task.add_done_callback(lambda _: self._settle(job))
         return job.task
 
-    def _settle(self, job: Job) -> None:
-        """A done-callback, because it also runs for a task that is cancelled before its first step."""
-        self.rows -= 1
-        self.tokens -= job.cost
-        if not job.done.done():
-            job.done.set_result(RowResult.failed(job.row_id, "cancelled", "cancelled by the engine"))
-        self._note_use(waiting=False)
-        self._room.set()
-
-    def _leave_queue(self, num_rows: int) -> None:
-        self.queued -= num_rows
-        self._room.set()
-
-    def _note_use(self, *, waiting: bool) -> None:
-        full = waiting or self.rows >= self._engine.limits.max_num_seqs
-        self._use.update(busy=self.rows > 0, saturated=full and self.rows > 0)
-
     async def _generate(self, job: Job) -> None:
-        started = time.monotonic()
-        queued_s = started - job.arrived
+        assert job.prompt is not None
+        queued_s = time.monotonic() - job.arrived
         try:
             completion = await self._engine.generate(job.prompt, job.sampling)
             result = RowResult(
-                id=job.row_id,
+                id=job.row.id,
                 text=completion.text,
                 finish_reason=completion.finish_reason,
                 prompt_tokens=job.prompt.num_tokens,
@@ -278,11 +290,32 @@ class Admission:
                 ttft_s=None if completion.ttft_s is None else queued_s + completion.ttft_s,
             )
         except Exception as exc:
-            result = self._failure(job.row_id, exc)
+            result = self._failure(job.row.id, exc)
         result.queued_s = queued_s
         result.e2e_s = time.monotonic() - job.arrived
-        if not job.done.done():
-            job.done.set_result(result)
+        self._finish(job, result)
+
+    def _settle(self, job: Job) -> None:
+        """A done-callback, because it also runs for a task that is cancelled before its first step."""
+        self.rows -= 1
+        self.tokens -= job.cost
+        self._finish(job, RowResult.failed(job.row.id, "cancelled", "cancelled by the engine"))
+        self._note_use(waiting=False)
+        self._room.set()
+
+    def _finish(self, job: Job, result: RowResult) -> None:
+        """Answers whoever waits, unless that was done before."""
+        if job.done.done():
+            return
+        job.done.set_result(self._count(result))
+        self._forget(job)
+        if job.key and result.error_kind is None:
+            self._recent.put(job.key, result)
+
+    def _forget(self, job: Job) -> None:
+        self._queue.discard(job)
+        self._running.pop(job.key, None)
+        self._room.set()
 
     def _failure(self, row_id: str, exc: Exception) -> RowResult:
         """A failed row is an answer: whatever was raised for it ends here."""
@@ -295,16 +328,38 @@ class Admission:
         logger.error("a row failed unexpectedly", exc_info=exc)
         return RowResult.failed(row_id, "engine_error", repr(exc))
 
-    def _die(self) -> None:
-        if not self._dead:
-            self._dead = True
-            logger.error("the engine is dead: %d rows in it, %d waiting", self.rows, self.queued)
-            self._on_dead()
-
-    def _count(self, result: RowResult) -> None:
+    def _count(self, result: RowResult) -> RowResult:
         self.prompt_tokens += result.prompt_tokens
         self.completion_tokens += result.completion_tokens
         if result.error_kind is None:
             self.completed += 1
         else:
             self.failed += 1
+        return result
+
+    def _loops(self) -> list[asyncio.Task[None]]:
+        tasks = (self._batcher._aggregator_task, self._batcher._consumer_task)
+        return [task for task in tasks if task is not None]
+
+    def _note_loop_end(self, _: asyncio.Task[None]) -> None:
+        """A loop that ends before its time would leave the rows in the queue waiting for ever."""
+        if not self._draining:
+            self._die()
+            for job in list(self._queue):
+                self._finish(job, RowResult.failed(job.row.id, "engine_error", "the batcher died"))
+
+    def _note_use(self, *, waiting: bool) -> None:
+        full = waiting or self.rows >= self._engine.limits.max_num_seqs
+        self._use.update(busy=self.rows > 0, saturated=full and self.rows > 0)
+
+    def _die(self) -> None:
+        if not self._dead:
+            self._dead = True
+            logger.error("the engine is dead: %d rows in it, %d waiting", self.rows, self.queued)
+            self._on_dead()
+
+
+def join_key(task_id: str, row: Row, sampling: SamplingParams) -> bytes:
+    """Of one replica, and so of one model and revision."""
+    text = "\0".join((task_id, row.model_dump_json(), sampling.model_dump_json()))
+    return blake2b(text.encode(), digest_size=16).digest()

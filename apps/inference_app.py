@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -20,7 +20,8 @@ from flyte.app.extras import FastAPIAppEnvironment
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from apps import environments
-from apps.admission import Admission, Reservation
+from apps.admission import Admission
+from apps.answer import NDJSON, ResultStream, finished_rows
 from apps.engines.base import Engine
 from apps.engines.simulated import SimulatedEngine
 from apps.engines.vllm_engine import VLLMEngine
@@ -79,7 +80,7 @@ def create_app(
 
 
 async def generate(body: GenerateRequest, request: Request) -> Response:
-    """One result a row, in the order of the request, once the last row is finished."""
+    """One result a row: as lines while the rows finish, or in the order of the request at the end."""
     state = request.app.state
     admission: Admission = state.admission
     limits = state.engine.limits
@@ -89,36 +90,14 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
     logger.debug("%d rows of task %s", len(body.rows), body.task_id)
     if len(body.rows) > admission.max_queue_size:
         raise HTTPException(413, f"{len(body.rows)} rows in one request, at most {admission.max_queue_size}")
-    with admission.reserve(len(body.rows)) as reservation:
-        results = await _answer(body, request, admission, reservation)
-    return Response(GenerateResponse(results=results).model_dump_json(), media_type="application/json")
-
-
-async def _answer(
-    body: GenerateRequest, request: Request, admission: Admission, reservation: Reservation
-) -> list[RowResult]:
-    """Runs all rows; when the deadline passes or the client leaves, unfinished ones are aborted."""
-    tasks = [asyncio.create_task(admission.run(row, body.sampling, reservation)) for row in body.rows]
-    gone = asyncio.create_task(_wait_for_disconnect(request))
-    ends: set[asyncio.Future[Any]] = {asyncio.gather(*tasks, return_exceptions=True), gone}
-    try:
-        await asyncio.wait(ends, timeout=body.deadline_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        gone.cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    return [
-        RowResult.failed(row.id, "timeout", f"no completion within {body.deadline_s} s")
-        if task.cancelled()
-        else task.result()
-        for row, task in zip(body.rows, tasks, strict=True)
-    ]
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    if NDJSON in request.headers.get("accept", ""):
+        return ResultStream(body, admission)
+    results: dict[str, RowResult] = {}
+    async with aclosing(finished_rows(body, request.receive, admission)) as finished:
+        async for some in finished:
+            results.update((result.id, result) for result in some)
+    in_order = [results[row.id] for row in body.rows if row.id in results]
+    return Response(GenerateResponse(results=in_order).model_dump_json(), media_type="application/json")
 
 
 async def models(request: Request) -> ModelList:

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from apps.admission import Admission
+from apps.admission import Admission, Job
 from apps.engines.simulated import SimulatedEngine
 from apps.errors import EngineError, EngineOverloaded, EngineTimeout, EngineUnavailable, PromptError
-from apps.schema import RowResult, SamplingParams
+from apps.schema import RawRow, RowResult, SamplingParams
 from apps.settings import AppSettings
 from tests.engines import FaultyEngine, HeldEngine, make_row, make_settings, until
 
@@ -27,8 +27,20 @@ async def admitting(engine: SimulatedEngine, settings: AppSettings) -> AsyncIter
 
 async def run_rows(admission: Admission, prompts: list[object]) -> list[RowResult]:
     rows = [make_row(str(number), prompt) for number, prompt in enumerate(prompts)]
+    return await answer(admission, rows)
+
+
+async def answer(admission: Admission, rows: list[RawRow], task_id: str = "") -> list[RowResult]:
+    """Waits for all rows, as a request does; when cancelled, leaves them."""
     with admission.reserve(len(rows)) as reservation:
-        return await asyncio.gather(*(admission.run(row, SAMPLING, reservation) for row in rows))
+        entries = [admission.submit(row, SAMPLING, reservation, task_id) for row in rows]
+        jobs = [entry for entry in entries if isinstance(entry, Job)]
+        try:
+            await asyncio.wait([job.done for job in jobs]) if jobs else None
+            return [entry.done.result() if isinstance(entry, Job) else entry for entry in entries]
+        finally:
+            for job in jobs:
+                admission.leave(job)
 
 
 async def test_rows_in_engine_stay_within_the_row_budget() -> None:
@@ -129,10 +141,8 @@ async def test_a_bad_prompt_is_a_failed_row_with_a_reason(prompt: object, kind: 
 async def test_sampling_of_a_row_overrides_that_of_the_request() -> None:
     settings = make_settings()
     async with admitting(SimulatedEngine(settings), settings) as admission:
-        short, wrong = (make_row(sampling={"max_tokens": 1}), make_row("1", sampling={"top_p": 7}))
-        with admission.reserve(2) as reservation:
-            result = await admission.run(short, SAMPLING, reservation)
-            failed = await admission.run(wrong, SAMPLING, reservation)
+        rows = [make_row(sampling={"max_tokens": 1}), make_row("1", sampling={"top_p": 7})]
+        result, failed = await answer(admission, rows)
     assert (result.completion_tokens, result.finish_reason) == (1, "length")
     assert failed.error_kind == "invalid_sampling"
     assert "top_p" in (failed.error or "")

@@ -6,10 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
 
+import apps.answer
+from apps.answer import NDJSON
 from apps.engines.base import Engine
 from apps.engines.simulated import SimulatedEngine
 from apps.inference_app import create_app
@@ -32,6 +35,22 @@ async def client_of(
         httpx.AsyncClient(transport=transport, base_url="http://app") as client,
     ):
         yield client
+
+
+async def settled(client: httpx.AsyncClient) -> dict[str, Any]:
+    """`/stats`, once nothing is queued or in the engine."""
+    while True:
+        stats: dict[str, Any] = (await client.get("/stats")).json()
+        if not stats["queued"] and not stats["in_flight"]:
+            return stats
+        await asyncio.sleep(0.001)
+
+
+async def read_lines(client: httpx.AsyncClient, body: dict[str, Any]) -> list[dict[str, Any]]:
+    response = await client.post("/generate", json=body, headers={"Accept": NDJSON})
+    assert response.headers["Content-Type"].startswith(NDJSON)
+    assert response.content.endswith(b"\n")
+    return [json.loads(line) for line in response.content.removesuffix(b"\n").split(b"\n")]
 
 
 async def test_results_come_in_the_order_of_the_rows() -> None:
@@ -131,9 +150,9 @@ async def test_rows_past_the_deadline_time_out_alone() -> None:
         body = make_body(2, deadline_s=1.0)
         body["rows"][0]["sampling"] = {"max_tokens": 1}
         results = (await client.post("/generate", json=body)).json()["results"]
-        stats = (await client.get("/stats")).json()
+        stats = await settled(client)
     assert [result["error_kind"] for result in results] == [None, "timeout"]
-    assert (stats["aborted"], stats["in_flight"]) == (1, 0)
+    assert stats["aborted"] == 1
 
 
 async def test_a_dead_engine_answers_503_and_fails_health() -> None:
@@ -184,9 +203,8 @@ async def test_a_client_that_left_costs_the_engine_nothing() -> None:
         request = asyncio.create_task(client.post("/generate", json=make_body(20)))
         await until(lambda: engines[0].held == 4)
         request.cancel()
-        await until(lambda: engines[0].held == 0)
-        stats = (await client.get("/stats")).json()
-    assert (stats["queued"], stats["in_flight"], stats["aborted"]) == (0, 0, 20)
+        stats = await settled(client)
+    assert (stats["aborted"], engines[0].aborted) == (20, 4)
 
 
 async def test_chunks_in_flight_share_the_engine() -> None:
@@ -203,3 +221,76 @@ async def test_chunks_in_flight_share_the_engine() -> None:
         engines[0].release.set()
         answers = await asyncio.gather(*chunks)
     assert [len(answer.json()["results"]) for answer in answers] == [5, 5]
+
+
+async def test_lines_hold_every_row_once_and_end_with_the_count() -> None:
+    body = make_body(30)
+    body["rows"][4]["prompt"] = None
+    async with client_of() as client:
+        *lines, last = await read_lines(client, body)
+        plain = (await client.post("/generate", json=body)).json()["results"]
+    assert last == {"done": True, "rows": 30}
+    assert sorted(line["id"] for line in lines) == sorted(str(n) for n in range(30))
+    texts = {line["id"]: (line["text"], line["error_kind"]) for line in lines}
+    assert texts == {result["id"]: (result["text"], result["error_kind"]) for result in plain}
+
+
+async def test_a_row_is_sent_as_soon_as_it_is_finished() -> None:
+    slow = {"time_scale": 1.0, "step_overhead_s": 0.02, "mean_completion_tokens": 100_000.0}
+    app = create_app(SimulatedEngine, lambda: make_settings(simulated=slow), on_dead=lambda: None)
+    body = make_body(2, sampling={"max_tokens": 4000})
+    body["rows"][1]["sampling"] = {"max_tokens": 1}
+    async with serve(app) as endpoint, httpx.AsyncClient(base_url=endpoint) as client:
+        async with client.stream("POST", "/generate", json=body, headers={"Accept": NDJSON}) as response:
+            first = await anext(response.aiter_raw())
+        stats = await settled(client)
+    assert json.loads(first)["id"] == "1"
+    assert (stats["completed"], stats["aborted"]) == (1, 1)
+
+
+async def test_silence_is_broken_by_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apps.answer, "HEARTBEAT_S", 0.01)
+    slow = {"time_scale": 1.0, "mean_completion_tokens": 100_000.0}
+    async with client_of(simulated=slow) as client:
+        lines = await read_lines(client, make_body(1, sampling={"max_tokens": 3}))
+    assert lines[0] == {"heartbeat": True}
+    assert [line.get("id") for line in lines[-2:]] == ["0", None]
+
+
+async def test_a_full_queue_refuses_a_stream_too() -> None:
+    async with client_of(max_queue_size=3) as client:
+        response = await client.post("/generate", json=make_body(2), headers={"Accept": NDJSON})
+        too_many = await client.post("/generate", json=make_body(4), headers={"Accept": NDJSON})
+    assert (response.status_code, too_many.status_code) == (200, 413)
+
+
+async def test_rows_sent_again_join_what_ran_or_runs() -> None:
+    engines: list[HeldEngine] = []
+
+    def make_engine(settings: AppSettings) -> Engine:
+        engines.append(HeldEngine(settings))
+        return engines[0]
+
+    app = create_app(make_engine, lambda: make_settings(max_num_seqs=8), on_dead=lambda: None)
+    body = make_body(3, task_id="chunk")
+    async with serve(app) as endpoint, httpx.AsyncClient(base_url=endpoint) as client:
+        first = asyncio.create_task(client.post("/generate", json=body))
+        await until(lambda: engines[0].held == 3)
+        second = asyncio.create_task(client.post("/generate", json=body))
+        await until_stat(client, "joined", 3)
+        first.cancel()
+        await asyncio.sleep(0.05)
+        assert (engines[0].held, engines[0].aborted) == (3, 0)
+        engines[0].release.set()
+        joined = (await second).json()["results"]
+        again = (await client.post("/generate", json=body)).json()["results"]
+        other = (await client.post("/generate", json={**body, "task_id": "another"})).json()["results"]
+        stats = await settled(client)
+    assert joined == again
+    assert (stats["completed"], stats["joined"]) == (6, 6)
+    assert [result["text"] for result in other] == [result["text"] for result in again]
+
+
+async def until_stat(client: httpx.AsyncClient, name: str, value: int) -> None:
+    while (await client.get("/stats")).json()[name] != value:  # noqa: ASYNC110  # over HTTP, no event
+        await asyncio.sleep(0.001)
