@@ -11,12 +11,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from apps.admission import Admission, Job
-from apps.schema import GenerateRequest, RowResult
+from apps.schema import NDJSON, Done, GenerateRequest, Heartbeat, RowResult
 
-NDJSON = "application/x-ndjson"
 HEARTBEAT_S = 5.0
 """Longest silence on a stream."""
-HEARTBEAT = b'{"heartbeat": true}\n'
+LINGER_S = 0.005
+"""After a result, for others to share its write: rows of a batch often finish in one step."""
 
 
 async def finished_rows(
@@ -59,13 +59,14 @@ async def finished_rows(
 async def _gather(
     ended: asyncio.Queue[asyncio.Future[RowResult] | None], timeout_s: float
 ) -> list[RowResult]:
-    """All results that are there, once there is one; none if the time passes first."""
+    """All results that are there a moment after the first; none if the time passes without one."""
     futures = []
     try:
         async with asyncio.timeout(timeout_s):
             futures.append(await ended.get())
     except TimeoutError:
         return []
+    await asyncio.sleep(LINGER_S)
     while not ended.empty():
         futures.append(ended.get_nowait())
     return [future.result() for future in futures if future is not None]
@@ -99,9 +100,12 @@ class ResultStream(Response):
                 if start:
                     await send(start)
                     start = {}
-                lines = b"".join(result.model_dump_json().encode() + b"\n" for result in results)
-                await send({"type": "http.response.body", "body": lines or HEARTBEAT, "more_body": True})
+                lines = b"".join(map(_line, results)) or _line(Heartbeat(heartbeat=True))
+                await send({"type": "http.response.body", "body": lines, "more_body": True})
                 num_sent += len(results)
         if num_sent == len(self._request.rows):
-            last = b'{"done": true, "rows": %d}\n' % num_sent
-            await send({"type": "http.response.body", "body": last})
+            await send({"type": "http.response.body", "body": _line(Done(done=True, rows=num_sent))})
+
+
+def _line(item: RowResult | Heartbeat | Done) -> bytes:
+    return item.model_dump_json().encode() + b"\n"

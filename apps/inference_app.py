@@ -21,12 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from apps import environments
 from apps.admission import Admission
-from apps.answer import NDJSON, ResultStream, finished_rows
+from apps.answer import ResultStream, finished_rows
 from apps.engines.base import Engine
 from apps.engines.simulated import SimulatedEngine
 from apps.engines.vllm_engine import VLLMEngine
 from apps.errors import EngineOverloaded, EngineUnavailable
-from apps.schema import GenerateRequest, GenerateResponse, ModelCard, ModelList, RowResult, as_error
+from apps.schema import NDJSON, GenerateRequest, GenerateResponse, ModelCard, ModelList, RowResult, as_error
 from apps.settings import AppSettings
 
 logger = logging.getLogger(__name__)

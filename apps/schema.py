@@ -12,6 +12,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from apps.errors import PERMANENT_KINDS, ErrorKind, PromptError
 
+NDJSON = "application/x-ndjson"
+"""Media type of a stream of `/generate`: a JSON object a line, lines ended by newline bytes alone."""
+
 MAX_REQUEST_BYTES = 32_000_000
 """Default limit of a body of `/generate`, and what a client keeps to."""
 
@@ -157,6 +160,19 @@ class GenerateResponse(BaseModel):
     """Body of the answer: one result a row, in the order of the request."""
 
     results: list[RowResult]
+
+
+class Heartbeat(BaseModel):
+    """A line of a stream while no row finishes."""
+
+    heartbeat: Literal[True]
+
+
+class Done(BaseModel):
+    """The last line of a stream in which every row was answered."""
+
+    done: Literal[True]
+    rows: int
 
 
 class ModelCard(BaseModel):

@@ -69,7 +69,8 @@ async def ask_app(client: InferenceClient, rows: list[dict[str, Any]]) -> int:
             yield rows[start : start + CHUNK_SIZE]
 
     async def send(chunk: list[dict[str, Any]]) -> int:
-        results = await client.generate({"rows": chunk, "sampling": SAMPLING.model_dump()})
+        body = {"rows": chunk, "sampling": SAMPLING.model_dump()}
+        results = [result async for result in client.generate(body)]
         failed = [result.error for result in results if result.error_kind]
         assert not failed, failed[0]
         return sum(result.completion_tokens for result in results)

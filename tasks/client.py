@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar
 
 import httpx
 import tenacity
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from apps.errors import (
     EngineError,
@@ -18,13 +20,15 @@ from apps.errors import (
     RequestRefused,
     RequestTooLarge,
 )
-from apps.schema import GenerateResponse, ModelCard, ModelList, RowResult
+from apps.schema import NDJSON, Done, Heartbeat, ModelCard, ModelList, RowResult
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 3600.0
 """As long as the platform lets a request live: one that wakes a replica waits for the model, too."""
+MAX_SILENCE_S = 60.0
+"""On a stream, where the app sends a heartbeat every few seconds."""
 MAX_WAIT_S = 30.0
 """Longest pause between two attempts."""
 PATIENCE_S = 1800.0
@@ -57,29 +61,61 @@ class InferenceClient:
 
     async def served_model(self) -> ModelCard:
         """Waits for a replica that is scaled to zero, as long as the platform holds the request."""
-        body = await self._send("GET", "/v1/models")
-        cards = _parse(ModelList, body).data
+        async with self._stream("GET", "/v1/models") as response:
+            cards = _parse(MODELS, await response.aread()).data
         if len(cards) != 1:
             raise EngineError(f"the app serves {len(cards)} models instead of one")
         return cards[0]
 
-    async def generate(self, body: dict[str, Any]) -> list[RowResult]:
-        """`body` as `GenerateRequest`; one result a row, in its order."""
-        results = _parse(GenerateResponse, await self._send("POST", "/generate", json=body)).results
-        if [result.id for result in results] != [row["id"] for row in body["rows"]]:
-            raise EngineError("the app answered other rows than it was asked")
-        return results
+    async def generate(self, body: dict[str, Any]) -> AsyncGenerator[RowResult, None]:
+        """`body` as `GenerateRequest`; each result as its row finishes, every row once.
 
-    async def _send(self, method: str, path: str, **options: Any) -> bytes:
+        What was yielded before an error stays good: only the other rows are left to ask for.
+        """
+        left = {row["id"] for row in body["rows"]}
+        async with self._stream("POST", "/generate", json=body, headers={"Accept": NDJSON}) as response:
+            async for line in _lines(response):
+                if isinstance(line, Done):
+                    break
+                if isinstance(line, RowResult):
+                    if line.id not in left:
+                        raise EngineError(f"the app answered row {line.id!r}, which was not asked for")
+                    left.remove(line.id)
+                    yield line
+        if left:
+            raise EngineUnavailable(f"the answer broke off with {len(left)} rows to come")
+
+    @asynccontextmanager
+    async def _stream(self, method: str, path: str, **options: Any) -> AsyncIterator[httpx.Response]:
+        """A successful answer whose body is still to be read; maps what httpx raises until it is."""
         try:
-            response = await self._http.request(method, path, **options)
-        except httpx.TimeoutException as exc:
+            async with self._http.stream(method, path, **options) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise error_of_status(response)
+                yield response
+        except (httpx.TimeoutException, TimeoutError) as exc:
             raise EngineTimeout(f"{method} {path}: {exc!r}") from exc
         except httpx.RequestError as exc:
             raise EngineUnavailable(f"{method} {path}: {exc!r}") from exc
-        if response.is_success:
-            return response.content
-        raise error_of_status(response)
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[RowResult | Heartbeat | Done]:
+    """What stands between newline bytes; `httpx.aiter_lines` also splits inside of answers.
+
+    The torn end of a broken stream, after the last newline, is dropped. Raises `TimeoutError` if
+    nothing comes for `MAX_SILENCE_S`, heartbeats included.
+    """
+    chunks = response.aiter_bytes()
+    buffer = b""
+    while True:
+        async with asyncio.timeout(MAX_SILENCE_S):
+            chunk = await anext(chunks, None)
+        if chunk is None:
+            return
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        for line in lines:
+            yield _parse(LINE, line)
 
 
 def is_endpoint(url: str) -> bool:
@@ -143,11 +179,12 @@ def _log_wait(state: tenacity.RetryCallState) -> None:
     logger.warning("asking again in %.0f s: %s", state.upcoming_sleep, error)
 
 
-ModelT = TypeVar("ModelT", GenerateResponse, ModelList)
+LINE: TypeAdapter[RowResult | Heartbeat | Done] = TypeAdapter(RowResult | Heartbeat | Done)
+MODELS: TypeAdapter[ModelList] = TypeAdapter(ModelList)
 
 
-def _parse(model: type[ModelT], body: bytes) -> ModelT:
+def _parse(adapter: TypeAdapter[T], body: bytes) -> T:
     try:
-        return model.model_validate_json(body)
+        return adapter.validate_json(body)
     except ValidationError as exc:
-        raise EngineError(f"not an answer of the inference app: {exc}") from exc
+        raise EngineError(f"not an answer of the inference app: {body[:80]!r}") from exc

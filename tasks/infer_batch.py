@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import flyte.errors
 from flyte.io import File
 from pydantic import BaseModel
 
-from apps.errors import RequestRefused, RequestTooLarge, RowsLeft
+from apps.errors import EngineError, RequestRefused, RequestTooLarge, RowsLeft
 from apps.schema import MAX_REQUEST_BYTES, RowResult, SamplingParams, as_error
 from tasks.client import LOCAL_PATIENCE_S, PATIENCE_S, InferenceClient, patiently
 from tasks.environments import client_env, infer_retries, infer_timeout
@@ -84,18 +85,48 @@ class Sender:
         for attempt in range(max_passes):
             await asyncio.sleep(random.uniform(0, 2**attempt) if attempt else 0)
             for batch in split_by_bytes(list(to_send.values()), MAX_REQUEST_BYTES // 2):
-                for result in await self._send(client, batch):
-                    results[result.id] = result
+                results |= await self._send(client, batch)
             to_send = {row_id: to_send[row_id] for row_id in to_send if results[row_id].is_retryable()}
             if not to_send:
                 break
         return [results[row.id] for row in rows]
 
-    async def _send(self, client: InferenceClient, rows: list[dict[str, Any]]) -> list[RowResult]:
-        """Halves what the app finds too large, down to the row that is."""
+    async def _send(self, client: InferenceClient, rows: list[dict[str, Any]]) -> dict[str, RowResult]:
+        """Results by id. Halves what the app finds too large, down to the row that is."""
         if num_bytes(rows[0]) > MAX_REQUEST_BYTES // 2:
-            return [RowResult.failed(rows[0]["id"], "too_long", f"the row has {num_bytes(rows[0])} bytes")]
-        body = {
+            return _too_long(rows[0], f"the row has {num_bytes(rows[0])} bytes")
+        try:
+            return await self._collect(client, rows)
+        except RequestTooLarge as exc:
+            if len(rows) == 1:
+                return _too_long(rows[0], as_error(str(exc)))
+            middle = len(rows) // 2
+            return await self._send(client, rows[:middle]) | await self._send(client, rows[middle:])
+
+    async def _collect(self, client: InferenceClient, rows: list[dict[str, Any]]) -> dict[str, RowResult]:
+        """Asks until every row is answered; after a broken connection only for those that are not.
+
+        Patience begins anew whenever a row has been answered.
+        """
+        results: dict[str, RowResult] = {}
+
+        async def ask() -> None:
+            left = [row for row in rows if row["id"] not in results]
+            async with aclosing(client.generate(self._body(left))) as answers:
+                async for result in answers:
+                    results[result.id] = result
+
+        while len(results) < len(rows):
+            num_before = len(results)
+            try:
+                await patiently(ask, self.patience_s)
+            except EngineError:
+                if len(results) == num_before:
+                    raise
+        return results
+
+    def _body(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
             "rows": rows,
             "task_id": self.task_id,
             "sampling": self.config.sampling.model_dump(),
@@ -103,13 +134,10 @@ class Sender:
             "model_revision": self.config.model_revision,
             "deadline_s": DEADLINE_S,
         }
-        try:
-            return await patiently(lambda: client.generate(body), self.patience_s)
-        except RequestTooLarge as exc:
-            if len(rows) == 1:
-                return [RowResult.failed(rows[0]["id"], "too_long", as_error(str(exc)))]
-            middle = len(rows) // 2
-            return await self._send(client, rows[:middle]) + await self._send(client, rows[middle:])
+
+
+def _too_long(row: dict[str, Any], error: str) -> dict[str, RowResult]:
+    return {row["id"]: RowResult.failed(row["id"], "too_long", error)}
 
 
 def wire_row(row: PromptRow, config: InferenceConfig) -> dict[str, Any]:

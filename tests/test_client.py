@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+import tasks.client
 from apps.errors import (
     EngineError,
     EngineOverloaded,
@@ -19,6 +20,7 @@ from apps.errors import (
     RequestRefused,
     RequestTooLarge,
 )
+from apps.schema import RowResult
 from tasks.client import InferenceClient, error_of_status, is_endpoint, patiently
 
 ENDPOINT = "http://app.test"
@@ -52,17 +54,81 @@ TIMEOUTS = list(subclasses(httpx.TimeoutException))
 REQUEST_ERRORS = [error for error in subclasses(httpx.RequestError) if error not in TIMEOUTS]
 
 
+def make_lines(*items: Any) -> bytes:
+    return b"".join(json.dumps(item, ensure_ascii=False).encode() + b"\n" for item in items)
+
+
+def answer_lines(*items: Any) -> Answer:
+    return lambda _: httpx.Response(200, content=make_lines(*items))
+
+
+async def ask(client: InferenceClient, *ids: str) -> list[RowResult]:
+    return [result async for result in client.generate(make_body(*ids))]
+
+
 async def test_results_are_given_back() -> None:
     sent: list[Any] = []
+    lines = make_lines({"id": "b", "text": "x\u2028\x85y"}, {"heartbeat": True}, {"id": "a"})
 
     def answer(request: httpx.Request) -> httpx.Response:
         sent.append((request.method, request.url.path, json.loads(request.content)))
-        return httpx.Response(200, json={"results": [{"id": "b", "text": "x\u2028"}, {"id": "a"}]})
+        return httpx.Response(200, content=lines + make_lines({"done": True, "rows": 2}))
 
     async with make_client(answer) as client:
-        first, second = await client.generate(make_body("b", "a"))
-    assert (first.id, first.text, second.id) == ("b", "x\u2028", "a")
-    assert sent == [("POST", "/generate", make_body("b", "a"))]
+        first, second = await ask(client, "a", "b")
+    assert (first.id, first.text, second.id) == ("b", "x\u2028\x85y", "a")
+    assert sent == [("POST", "/generate", make_body("a", "b"))]
+
+
+class Bytewise(httpx.AsyncByteStream):
+    """Content that comes a byte at a time, and breaks off with an error if there is one."""
+
+    def __init__(self, content: bytes, error: Exception | None = None) -> None:
+        self._content = content
+        self._error = error
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for number in range(len(self._content)):
+            yield self._content[number : number + 1]
+        if self._error:
+            raise self._error
+
+
+async def test_lines_may_come_in_any_pieces() -> None:
+    content = make_lines({"id": "a", "text": "Grüße\u2029"}, {"done": True, "rows": 1})
+    async with make_client(lambda _: httpx.Response(200, stream=Bytewise(content))) as client:
+        (result,) = await ask(client, "a")
+    assert result.text == "Grüße\u2029"
+
+
+@pytest.mark.parametrize(
+    "error", [None, httpx.ReadError("reset"), httpx.RemoteProtocolError("closed")], ids=repr
+)
+async def test_what_came_before_a_break_is_kept(error: Exception | None) -> None:
+    torn = make_lines({"id": "a", "text": "kept"}) + b'{"id": "b", "text": "torn'
+    results: list[RowResult] = []
+
+    async def collect(client: InferenceClient) -> None:
+        async for result in client.generate(make_body("a", "b")):
+            results.append(result)
+
+    async with make_client(lambda _: httpx.Response(200, stream=Bytewise(torn, error))) as client:
+        with pytest.raises(EngineUnavailable):
+            await collect(client)
+    assert [result.text for result in results] == ["kept"]
+
+
+async def test_silence_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks.client, "MAX_SILENCE_S", 0.01)
+
+    class Silent(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            await asyncio.Event().wait()
+            yield b""
+
+    async with make_client(lambda _: httpx.Response(200, stream=Silent())) as client:
+        with pytest.raises(EngineTimeout):
+            await ask(client, "a")
 
 
 async def test_served_model_is_named() -> None:
@@ -71,30 +137,37 @@ async def test_served_model_is_named() -> None:
     assert (card.id, card.revision, card.max_num_seqs) == ("gsm", "r1", 8)
 
 
-@pytest.mark.parametrize("ids", [["a"], ["b", "a"], ["a", "b", "c"], ["a", "a"], []])
+@pytest.mark.parametrize("ids", [["a", "b", "c"], ["a", "a"], ["c"]])
 async def test_answer_to_other_rows_is_refused(ids: list[str]) -> None:
-    async with make_client(answer_json({"results": [{"id": row_id} for row_id in ids]})) as client:
-        with pytest.raises(EngineError, match="other rows"):
-            await client.generate(make_body("a", "b"))
+    async with make_client(answer_lines(*({"id": row_id} for row_id in ids))) as client:
+        with pytest.raises(EngineError, match="not asked for"):
+            await ask(client, "a", "b")
+
+
+@pytest.mark.parametrize("last", [{"done": True, "rows": 1}, {"heartbeat": True}], ids=["done", "heartbeat"])
+async def test_missing_rows_are_noticed(last: dict[str, Any]) -> None:
+    async with make_client(answer_lines({"id": "a"}, last)) as client:
+        with pytest.raises(EngineUnavailable, match="1 rows to come"):
+            await ask(client, "a", "b")
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"<html>Welcome</html>",
-        b"null",
-        b'{"results": [{"id": "a"}',
-        b'{"results": [{"text": "x"}]}',
-        b'{"results": null}',
-        b"\xff\xfe",
+        b"\n",
+        b"<html>Welcome</html>\n",
+        b"null\n",
+        b'{"id": "a"\n',
+        b'{"text": "x"}\n',
+        b"{}\n",
+        b"\xff\xfe\n",
     ],
-    ids=["empty", "html", "null", "cut-off", "no-id", "no-list", "binary"],
+    ids=["empty", "html", "null", "cut-off", "no-id", "no-field", "binary"],
 )
 async def test_body_that_is_no_answer_is_an_engine_error(content: bytes) -> None:
     async with make_client(lambda _: httpx.Response(200, content=content)) as client:
         with pytest.raises(EngineError, match="not an answer"):
-            await client.generate(make_body("a"))
+            await ask(client, "a")
         with pytest.raises(EngineError, match="not an answer"):
             await client.served_model()
 
@@ -114,7 +187,7 @@ async def test_spoilt_encoding_is_an_engine_error() -> None:
 
     async with make_client(answer) as client:
         with pytest.raises(EngineUnavailable, match="DecodingError"):
-            await client.generate(make_body("a"))
+            await ask(client, "a")
 
 
 @pytest.mark.parametrize("raised", TIMEOUTS)
@@ -124,7 +197,7 @@ async def test_httpx_timeouts_are_engine_timeouts(raised: type[Exception]) -> No
 
     async with make_client(answer) as client:
         with pytest.raises(EngineTimeout, match="too slow") as caught:
-            await client.generate(make_body("a"))
+            await ask(client, "a")
     assert isinstance(caught.value.__cause__, raised)
 
 
@@ -161,7 +234,7 @@ async def test_httpx_errors_are_engine_errors(raised: type[Exception]) -> None:
 async def test_status_decides_the_error(status: int, expected: type[Exception]) -> None:
     async with make_client(lambda _: httpx.Response(status, text="why")) as client:
         with pytest.raises(expected, match=f"{status} from {ENDPOINT}/generate: why") as caught:
-            await client.generate(make_body("a"))
+            await ask(client, "a")
     assert type(caught.value) is expected
 
 

@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 import apps.answer
-from apps.answer import NDJSON
 from apps.engines.base import Engine
 from apps.engines.simulated import SimulatedEngine
 from apps.inference_app import create_app
+from apps.schema import NDJSON
 from apps.settings import AppSettings
 from tests.engines import HeldEngine, make_body, make_settings, until
 from tests.loopback import serve
