@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import statistics
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -38,6 +40,14 @@ async def test_completions_depend_on_seed_and_prompt_alone() -> None:
         reseeded = await asyncio.gather(*(ask(other, prompt) for prompt in prompts))
     assert [answer.text for answer in together] == [answer.text for answer in alone]
     assert [answer.text for answer in together] != [answer.text for answer in reseeded]
+
+
+async def test_lengths_have_the_configured_mean() -> None:
+    async with engine_of(max_num_seqs=1000, max_model_len=100_000) as engine:
+        answers = await asyncio.gather(*(ask(engine, f"{n}", max_tokens=90_000) for n in range(1000)))
+    lengths = [answer.completion_tokens for answer in answers]
+    assert sum(lengths) / len(lengths) == pytest.approx(200, rel=0.1)
+    assert statistics.pstdev(math.log(length) for length in lengths) == pytest.approx(0.5, rel=0.1)
 
 
 async def test_max_tokens_truncates_and_says_so() -> None:

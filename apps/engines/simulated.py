@@ -22,6 +22,7 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 from apps.engines.base import Completion, EngineLimits, RenderedPrompt
 from apps.errors import EngineError, EngineUnavailable, PromptError
@@ -32,6 +33,7 @@ CHARS_PER_TOKEN = 4
 KV_BYTES_PER_TOKEN = 57_344
 """2 (key and value) x 28 layers x 4 KV heads x 128 x 2 bytes: the 7-billion-parameter Qwen2.5."""
 LENGTH_SIGMA = 0.5
+NORMAL = NormalDist()
 
 
 @dataclass(eq=False)
@@ -143,9 +145,10 @@ class SimulatedEngine:
         self._running.clear()
 
     def _completion_tokens(self, digest: bytes) -> int:
-        """Lognormal with the configured mean: mu = ln(mean) - sigma^2 / 2."""
+        """Lognormal with the configured mean: mu = ln(mean) - sigma^2 / 2, by inverse transform."""
         mu = math.log(self._config.mean_completion_tokens) - LENGTH_SIGMA**2 / 2
-        return max(1, round(random.Random(digest).lognormvariate(mu, LENGTH_SIGMA)))
+        quantile = (int.from_bytes(digest[-6:]) + 0.5) / 2**48
+        return max(1, round(math.exp(mu + LENGTH_SIGMA * NORMAL.inv_cdf(quantile))))
 
     async def _run(self) -> None:
         while True:
