@@ -19,9 +19,11 @@ from tests.conftest import ROOT
 from tests.processes import PROMISED_S, ended, group_of, server_of, watchdog_of
 
 STARTER = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from apps.local import local_app
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a shell's background job
 
 async def main():
     async with local_app("", Path(sys.argv[1])) as app:

@@ -70,7 +70,7 @@ def test_local_commands_do_what_they_say(tree: Path, environment: dict[str, str]
                 _shell(command.replace(SERVED, endpoint), tree, environment)
     finally:
         if server is not None:
-            os.killpg(server.pid, signal.SIGINT)
+            os.killpg(server.pid, signal.SIGTERM)
             server.communicate(timeout=20)
     assert [read_run(tree / "runs" / name)[0].rows_ok for name in ("demo", "mine", "again")] == [500, 20, 100]
 
