@@ -345,8 +345,8 @@ class Admission:
         """A loop that ends before its time would leave the rows in the queue waiting for ever."""
         if not self._draining:
             self._die()
-            for job in list(self._queue):
-                self._finish(job, RowResult.failed(job.row.id, "engine_error", "the batcher died"))
+        for job in list(self._queue):
+            self._finish(job, RowResult.failed(job.row.id, "engine_error", "the batcher died"))
 
     def _note_use(self, *, waiting: bool) -> None:
         full = waiting or self.rows >= self._engine.limits.max_num_seqs

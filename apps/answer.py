@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -30,49 +31,57 @@ async def finished_rows(
     """
     now = asyncio.get_running_loop().time
     deadline = now() + (body.deadline_s or math.inf)
-    ended: asyncio.Queue[asyncio.Future[RowResult] | None] = asyncio.Queue()
+    ended: asyncio.Queue[Job | None] = asyncio.Queue()
+    jobs: list[Job] = []
+    left: set[Job] = set()
+    at_once: list[RowResult] = []
     with admission.reserve(len(body.rows)) as reservation:
-        entries = [admission.submit(row, body.sampling, reservation, body.task_id) for row in body.rows]
-        jobs = [entry for entry in entries if isinstance(entry, Job)]
-        for job in jobs:
-            job.done.add_done_callback(ended.put_nowait)
         gone = asyncio.create_task(_wait_for_disconnect(receive))
         gone.add_done_callback(lambda _: ended.put_nowait(None))
         try:
-            if at_once := [entry for entry in entries if isinstance(entry, RowResult)]:
+            for row in body.rows:
+                entry = admission.submit(row, body.sampling, reservation, body.task_id)
+                if isinstance(entry, RowResult):
+                    at_once.append(entry)
+                else:
+                    jobs.append(entry)
+                    entry.done.add_done_callback(partial(_put, ended, entry))
+            left.update(jobs)
+            if at_once:
                 yield at_once
-            num_left = len(jobs)
-            while num_left and not gone.done():
-                results = await _gather(ended, min(HEARTBEAT_S, deadline - now()))
-                num_left -= len(results)
-                yield results
-                if now() >= deadline and num_left:
-                    yield [_timed_out(job, body.deadline_s) for job in jobs if not job.done.done()]
-                    return
+            while left and not gone.done():
+                some = await _gather(ended, min(HEARTBEAT_S, deadline - now()))
+                if now() >= deadline:
+                    some = left.copy()
+                left -= some
+                yield [_answer(job, body.deadline_s) for job in some]
         finally:
             gone.cancel()
             for job in jobs:
-                job.done.remove_done_callback(ended.put_nowait)
                 admission.leave(job)
 
 
-async def _gather(
-    ended: asyncio.Queue[asyncio.Future[RowResult] | None], timeout_s: float
-) -> list[RowResult]:
-    """All results that are there a moment after the first; none if the time passes without one."""
-    futures = []
+def _put(ended: asyncio.Queue[Job | None], job: Job, _: asyncio.Future[RowResult]) -> None:
+    ended.put_nowait(job)
+
+
+async def _gather(ended: asyncio.Queue[Job | None], timeout_s: float) -> set[Job]:
+    """All jobs that have ended a moment after the first; none if the time passes without one."""
+    jobs = set()
     try:
         async with asyncio.timeout(timeout_s):
-            futures.append(await ended.get())
+            jobs.add(await ended.get())
     except TimeoutError:
-        return []
+        return set()
     await asyncio.sleep(LINGER_S)
     while not ended.empty():
-        futures.append(ended.get_nowait())
-    return [future.result() for future in futures if future is not None]
+        jobs.add(ended.get_nowait())
+    return {job for job in jobs if job is not None}
 
 
-def _timed_out(job: Job, deadline_s: float | None) -> RowResult:
+def _answer(job: Job, deadline_s: float | None) -> RowResult:
+    if job.done.done():
+        return job.done.result()
     return RowResult.failed(job.row.id, "timeout", f"no completion within {deadline_s} s")
 
 

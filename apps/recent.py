@@ -1,4 +1,4 @@
-"""Answers of late, for rows that are sent again: bounded in number, bytes and age."""
+"""Answers of late, for rows that are sent again: bounded in number, text and age."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_RESULTS = 20_000
 MAX_CHARS = 64_000_000
 """Of completion text, which is nearly all that a result weighs."""
 MAX_AGE_S = 600.0
-"""A client that lost its connection asks again within seconds; a job run anew is to be computed anew."""
+"""A client that lost its connection asks again within seconds, a task that is retried within minutes."""
 
 
 class Recent:

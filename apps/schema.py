@@ -139,8 +139,8 @@ class GenerateRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     rows: Annotated[list[RawRow], Field(min_length=1)]
-    task_id: str = ""
-    """The chunk's content hash, for logs and for joining rows that are sent again."""
+    task_id: Text = ""
+    """Run and content hash of the chunk: under it, rows that are sent again join what runs or ran."""
     sampling: SamplingParams = SamplingParams()
     model: str = ""
     """What the caller believes is served; another model answers 409. Empty accepts any."""

@@ -45,6 +45,8 @@ class InferenceClient:
     """
 
     def __init__(self, endpoint: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.num_lines = 0
+        """Lines heard on all streams, heartbeats included: signs of life."""
         self._http = httpx.AsyncClient(
             base_url=endpoint,
             transport=transport,
@@ -73,15 +75,18 @@ class InferenceClient:
         What was yielded before an error stays good: only the other rows are left to ask for.
         """
         left = {row["id"] for row in body["rows"]}
-        async with self._stream("POST", "/generate", json=body, headers={"Accept": NDJSON}) as response:
-            async for line in _lines(response):
-                if isinstance(line, Done):
-                    break
-                if isinstance(line, RowResult):
-                    if line.id not in left:
-                        raise EngineError(f"the app answered row {line.id!r}, which was not asked for")
-                    left.remove(line.id)
-                    yield line
+        try:
+            async with self._stream("POST", "/generate", json=body, headers={"Accept": NDJSON}) as response:
+                async for line in _lines(response):
+                    self.num_lines += 1
+                    if isinstance(line, RowResult):
+                        if line.id not in left:
+                            raise EngineError(f"the app answered row {line.id!r}, which was not asked for")
+                        left.remove(line.id)
+                        yield line
+        except (EngineUnavailable, EngineTimeout):
+            if left:
+                raise
         if left:
             raise EngineUnavailable(f"the answer broke off with {len(left)} rows to come")
 

@@ -27,5 +27,5 @@ infer_retries = flyte.RetryStrategy(
     backoff=flyte.Backoff(base=timedelta(seconds=5), factor=2, cap=timedelta(minutes=5)),
 )
 infer_timeout = flyte.Timeout(max_runtime=timedelta(hours=4))
-"""Longer than `infer_batch` can take: its patience, and its passes of one request timeout each."""
+"""Longer than the patience of `infer_batch` and its passes, at one request timeout each."""
 driver_timeout = flyte.Timeout(max_runtime=timedelta(days=2))

@@ -23,7 +23,7 @@ from tasks.render import PromptRow
 from tasks.tables import read_chunk, write_answers
 
 DEADLINE_S = 3300.0
-"""Of one request, below the platform's hour, so that the rows finished by then are answered."""
+"""Of one request, below the platform's hour: what is unfinished then is a `timeout`, and asked again."""
 MAX_PASSES = 3
 """Times that rows with retryable failures are sent before the task itself is retried."""
 
@@ -51,7 +51,8 @@ async def infer_batch(
     """
     rows = await read_chunk(chunk)
     is_local = flyte.ctx().mode == "local"
-    sender = Sender(config, chunk.hash or "", LOCAL_PATIENCE_S if is_local else PATIENCE_S)
+    task_id = f"{flyte.ctx().action.run_name}/{chunk.hash}"
+    sender = Sender(config, task_id, LOCAL_PATIENCE_S if is_local else PATIENCE_S)
     async with InferenceClient(endpoint) as client:
         try:
             results = await sender.infer_rows(client, rows, 1 if keep_failures else MAX_PASSES)
@@ -65,7 +66,10 @@ async def infer_batch(
 
 @dataclass(frozen=True)
 class Sender:
-    """Sends the rows of one chunk. `patience_s` as in `tasks.client.patiently`."""
+    """Sends the rows of one chunk. `patience_s` as in `tasks.client.patiently`.
+
+    `task_id` is one for all attempts of one run, so that these join, and another run's do not.
+    """
 
     config: InferenceConfig
     task_id: str
@@ -106,22 +110,24 @@ class Sender:
     async def _collect(self, client: InferenceClient, rows: list[dict[str, Any]]) -> dict[str, RowResult]:
         """Asks until every row is answered; after a broken connection only for those that are not.
 
-        Patience begins anew whenever a row has been answered.
+        Patience begins anew whenever the app has been heard of, by an answer or a heartbeat.
         """
         results: dict[str, RowResult] = {}
 
         async def ask() -> None:
             left = [row for row in rows if row["id"] not in results]
+            if not left:
+                return
             async with aclosing(client.generate(self._body(left))) as answers:
                 async for result in answers:
                     results[result.id] = result
 
         while len(results) < len(rows):
-            num_before = len(results)
+            num_before = client.num_lines
             try:
                 await patiently(ask, self.patience_s)
             except EngineError:
-                if len(results) == num_before:
+                if client.num_lines == num_before:
                     raise
         return results
 

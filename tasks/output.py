@@ -44,7 +44,8 @@ class RunFolder:
     def commit(self, manifest: Manifest) -> None:
         if self._manifest.exists():
             self._manifest.rename(self._former_manifest)
-            self._results.rename(self._former_results)
+            if self._results.exists():
+                self._results.rename(self._former_results)
         self.staging.rename(self._results)
         self._partial_manifest.write_text(manifest.model_dump_json(indent=2) + "\n")
         self._partial_manifest.rename(self._manifest)
@@ -52,19 +53,20 @@ class RunFolder:
 
     def open(self) -> None:
         """Undoes an interrupted commit and makes an empty staging folder."""
+        self.close()
+        if not self._manifest.exists():
+            shutil.rmtree(self._results, ignore_errors=True)
+        self.staging.mkdir()
+
+    def close(self) -> None:
+        """Leaves what `commit` put in place, or else the former run."""
+        shutil.rmtree(self.staging, ignore_errors=True)
         if self._former_manifest.exists() and not self._manifest.exists():
             if self._former_results.exists():
                 shutil.rmtree(self._results, ignore_errors=True)
                 self._former_results.rename(self._results)
             self._former_manifest.rename(self._manifest)
-        elif not self._manifest.exists():
-            shutil.rmtree(self._results, ignore_errors=True)
         self._drop_former()
-        self.close()
-        self.staging.mkdir()
-
-    def close(self) -> None:
-        shutil.rmtree(self.staging, ignore_errors=True)
 
     def _drop_former(self) -> None:
         shutil.rmtree(self._former_results, ignore_errors=True)

@@ -200,10 +200,11 @@ async def infer(
 async def infer_or_fail(chunk: Chunk, endpoint: str, config: InferenceConfig, tally: Tally) -> File[Any]:
     """A chunk that keeps failing costs the job its unfinished rows, never the other chunks.
 
-    When the task's retries are spent, one last call keeps what is answered. Where the app cannot be
-    reached, that call is not made, nor any for the chunks that follow.
+    When the task's retries are spent, one last call keeps what is answered. Where the app could not be
+    reached and answered no other chunk meanwhile, no further call is made for this or any other chunk.
     """
     failure = "the app cannot be reached"
+    num_answered = len(tally.answered)
     for attempt in (infer_batch, last_call):
         if tally.lost_app:
             break
@@ -213,7 +214,8 @@ async def infer_or_fail(chunk: Chunk, endpoint: str, config: InferenceConfig, ta
             _raise_if_final(exc)
             failure = str(exc)
             logger.warning("chunk %d: %s", chunk.number, failure)
-            tally.lost_app |= getattr(exc, "code", "") == EngineUnavailable.__name__
+            others_answered = len(tally.answered) > num_answered
+            tally.lost_app |= getattr(exc, "code", "") == EngineUnavailable.__name__ and not others_answered
     return await write_answers(
         [
             RowResult.failed(row.id, row.error_kind or "engine_error", row.error or as_error(failure))

@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 
 @contextlib.asynccontextmanager
-async def serve(app: FastAPI) -> AsyncIterator[str]:
+async def serve(app: ASGIApp) -> AsyncIterator[str]:
     """The endpoint of `app` on a free port of 127.0.0.1."""
     config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5, ws="none")
     server = uvicorn.Server(config)

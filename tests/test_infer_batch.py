@@ -63,6 +63,18 @@ async def test_only_unanswered_rows_go_again_after_a_break() -> None:
     assert [result.text for result in results] == [f"answer {n}" for n in range(5)]
 
 
+async def test_a_break_after_the_last_row_costs_nothing() -> None:
+    asked: list[int] = []
+
+    def answer(rows: list[dict[str, Any]]) -> httpx.Response:
+        asked.append(len(rows))
+        return lines(*(ok(row) for row in rows), done=False)
+
+    results = await infer(answer, make_rows(3))
+    assert [result.error_kind for result in results] == [None] * 3
+    assert asked == [3]
+
+
 async def test_only_retryable_rows_go_again_after_a_pass() -> None:
     asked: list[list[str]] = []
 

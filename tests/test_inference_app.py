@@ -17,6 +17,7 @@ from apps.engines.simulated import SimulatedEngine
 from apps.inference_app import create_app
 from apps.schema import NDJSON
 from apps.settings import AppSettings
+from tasks.client import InferenceClient
 from tests.engines import HeldEngine, make_body, make_settings, until
 from tests.loopback import serve
 
@@ -246,6 +247,33 @@ async def test_a_row_is_sent_as_soon_as_it_is_finished() -> None:
         stats = await settled(client)
     assert json.loads(first)["id"] == "1"
     assert (stats["completed"], stats["aborted"]) == (1, 1)
+
+
+async def test_every_row_is_answered_at_the_deadline() -> None:
+    """Rows that finish just then are neither lost nor doubled."""
+    slow = {"time_scale": 1.0, "step_overhead_s": 0.001, "weights_gb": 0.0, "mean_completion_tokens": 30.0}
+    async with client_of(simulated=slow, max_num_seqs=64) as client:
+        for _ in range(10):
+            body = make_body(60, deadline_s=0.04)
+            results = (await client.post("/generate", json=body)).json()["results"]
+            lines = await read_lines(client, body)
+            assert [result["id"] for result in results] == [row["id"] for row in body["rows"]]
+            assert lines[-1] == {"done": True, "rows": 60}
+
+
+async def test_a_connection_serves_many_chunks() -> None:
+    app = create_app(SimulatedEngine, make_settings, on_dead=lambda: None)
+    ports = set()
+
+    async def note_port(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            ports.add(scope["client"])
+        await app(scope, receive, send)
+
+    async with serve(note_port) as endpoint, InferenceClient(endpoint) as client:
+        for _ in range(5):
+            assert len([result async for result in client.generate(make_body(3))]) == 3
+    assert len(ports) == 1
 
 
 async def test_silence_is_broken_by_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,27 @@ def test_interrupted_commit_is_undone(tmp_path: Path, monkeypatch: pytest.Monkey
         assert read_tree(tmp_path) == before
     write_run(tmp_path, "part-00000.parquet", rows_in=3)
     assert read_tree(tmp_path)["results/part-00000.parquet"] == "part-00000.parquet of 3"
+
+
+def test_commit_that_fails_is_undone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, "part-00000.parquet", rows_in=1)
+    before = read_tree(tmp_path)
+
+    def disk_full(*_: object, **__: object) -> str:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "model_dump_json", disk_full)
+        with pytest.raises(OSError, match="no space"):
+            write_run(tmp_path, rows_in=2)
+    assert read_tree(tmp_path) == before
+
+
+def test_folder_whose_results_were_removed_is_used_again(tmp_path: Path) -> None:
+    write_run(tmp_path, "part-00000.parquet", rows_in=1)
+    shutil.rmtree(tmp_path / "results")
+    write_run(tmp_path, "part-00000.parquet", rows_in=2)
+    assert read_tree(tmp_path)["results/part-00000.parquet"] == "part-00000.parquet of 2"
 
 
 def test_output_without_a_name_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
