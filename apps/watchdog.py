@@ -15,20 +15,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 GRACE_S = 5.0
 """Seconds between asking the command to end and killing the group."""
-SETTLE_S = 0.5
-"""For what a command that ended by itself left to tidy up, such as Python's tracker of shared memory."""
 
 
 def main() -> None:
     command = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, lambda *_: command.terminate())
     threading.Thread(target=_end_with_starter, args=(command,), daemon=True).start()
-    if command.wait() == 0:
-        time.sleep(SETTLE_S)
+    command.wait()
     _kill_group()
 
 
