@@ -1,4 +1,4 @@
-"""The inference app: one engine and one shared TokenBatcher a replica, rows in, results out.
+"""The inference app: one engine and its admission a replica, rows in, results out.
 
 Settings and engine come to life in the lifespan, so importing this module starts nothing and needs no
 vLLM. Every row is validated, admitted and answered by itself (`apps.admission`).
@@ -17,7 +17,6 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from flyte.app.extras import FastAPIAppEnvironment
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from apps import environments
 from apps.admission import Admission
@@ -26,8 +25,10 @@ from apps.engines.base import Engine
 from apps.engines.simulated import SimulatedEngine
 from apps.engines.vllm_engine import VLLMEngine
 from apps.errors import EngineOverloaded, EngineUnavailable
+from apps.guard import Guard
 from apps.schema import NDJSON, GenerateRequest, GenerateResponse, ModelCard, ModelList, RowResult, as_error
 from apps.settings import AppSettings
+from apps.shutdown import drain_on_sigterm
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,10 @@ def create_app(
         engine = make_engine(settings)
         logger.info("engine ready: %s", engine.limits)
         try:
-            async with Admission(engine, settings, on_dead) as admission:
+            async with (
+                Admission(engine, settings, on_dead) as admission,
+                drain_on_sigterm(admission, settings.drain_s),
+            ):
                 app.state.settings = settings
                 app.state.engine = engine
                 app.state.admission = admission
@@ -71,25 +75,27 @@ def create_app(
     app.add_api_route("/generate", generate, methods=["POST"], response_model=GenerateResponse)
     app.add_api_route("/v1/models", models)
     app.add_api_route("/health", health)
+    app.add_api_route("/ready", ready)
     app.add_api_route("/stats", stats)
     app.add_exception_handler(EngineOverloaded, _ask_again_later)
     app.add_exception_handler(EngineUnavailable, _ask_again_later)
     app.add_exception_handler(RequestValidationError, _name_first_error)
-    app.add_middleware(BodyLimit)
+    app.add_middleware(Guard)
     return app
 
 
 async def generate(body: GenerateRequest, request: Request) -> Response:
     """One result a row: as lines while the rows finish, or in the order of the request at the end."""
     state = request.app.state
-    admission: Admission = state.admission
     limits = state.engine.limits
     for asked, served in ((body.model, limits.model), (body.model_revision, limits.model_revision)):
         if asked not in ("", served):
             raise HTTPException(409, as_error(f"asked for {asked!r}, this app serves {served!r}"))
+    max_rows = min(state.settings.max_request_rows, state.settings.max_queue_size)
+    if len(body.rows) > max_rows:
+        raise HTTPException(413, f"{len(body.rows)} rows in one request, at most {max_rows}")
     logger.debug("%d rows of task %s", len(body.rows), body.task_id)
-    if len(body.rows) > admission.max_queue_size:
-        raise HTTPException(413, f"{len(body.rows)} rows in one request, at most {admission.max_queue_size}")
+    admission: Admission = state.admission
     if NDJSON in request.headers.get("accept", ""):
         return ResultStream(body, admission)
     results: dict[str, RowResult] = {}
@@ -114,11 +120,16 @@ async def models(request: Request) -> ModelList:
 
 
 async def health(request: Request) -> dict[str, str]:
-    """200 while the engine and both loops of the batcher live, else 503."""
+    """200 while the engine and the loops of the batchers live, else 503."""
     await request.app.state.engine.check_health()
-    if not request.app.state.admission.loops_alive:
-        raise EngineUnavailable("a loop of the TokenBatcher died")
+    request.app.state.admission.check_alive()
     return {"status": "ok"}
+
+
+async def ready(request: Request) -> dict[str, str]:
+    """200 while rows are taken, 503 once the replica drains or is dead."""
+    request.app.state.admission.check_open()
+    return {"status": "ready"}
 
 
 async def stats(request: Request) -> dict[str, Any]:
@@ -139,27 +150,6 @@ async def _name_first_error(_: Request, exc: Exception) -> Response:
     first = exc.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
     return Response(as_error(f"{field}: {first['msg']}"), status_code=422, media_type="text/plain")
-
-
-class BodyLimit:
-    """ASGI middleware: reading stops with 413 once a body exceeds `max_request_bytes`."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
-
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            limit = scope["app"].state.settings.max_request_bytes
-            if num_bytes > limit:
-                raise HTTPException(413, f"the body exceeds {limit} bytes")
-            return message
-
-        await self._app(scope, counted if scope["type"] == "http" else receive, send)
 
 
 app = create_app()

@@ -15,7 +15,7 @@ from apps.errors import PERMANENT_KINDS, ErrorKind, PromptError
 NDJSON = "application/x-ndjson"
 """Media type of a stream of `/generate`: a JSON object a line, lines ended by newline bytes alone."""
 
-MAX_REQUEST_BYTES = 32_000_000
+MAX_REQUEST_BYTES = 8_000_000
 """Default limit of a body of `/generate`, and what a client keeps to."""
 
 FinishReason = Literal["stop", "length"]

@@ -15,8 +15,8 @@ import sys
 
 import uvicorn
 
-DRAIN_S = 30
-"""Seconds that open requests get to finish after SIGTERM."""
+LAST_ANSWERS_S = 5
+"""For answers on their way, once the app has drained (`apps.shutdown`)."""
 
 
 class ReportingServer(uvicorn.Server):
@@ -44,7 +44,9 @@ def main() -> None:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((options.host, options.port))
-    config = uvicorn.Config("apps.inference_app:app", access_log=False, timeout_graceful_shutdown=DRAIN_S)
+    config = uvicorn.Config(
+        "apps.inference_app:app", access_log=False, timeout_graceful_shutdown=LAST_ANSWERS_S
+    )
     server = ReportingServer(config, report)
     server.run(sockets=[listener])
     sys.exit(0 if server.started else 1)

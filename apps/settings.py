@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from apps.schema import MAX_REQUEST_BYTES
@@ -104,8 +104,18 @@ class AppSettings(BaseSettings):
     """Estimated tokens admitted to the engine at once."""
     max_queue_size: int = Field(5_000, ge=1)
     """Rows waiting for the engine; a request that does not fit is answered 429."""
+    interactive_share: float = Field(0.125, ge=0, lt=1)
+    """Share of the engine's budget of rows and tokens that batch jobs leave to interactive requests."""
+    max_request_rows: int = Field(1_000, ge=1)
+    """Rows of one request; more are answered 413."""
     max_request_bytes: int = Field(MAX_REQUEST_BYTES, ge=1)
     """A longer body is answered 413."""
+    max_open_bytes: int = Field(256_000_000, ge=1)
+    """Of the bodies of all requests that are not answered yet; more are answered 429."""
+    drain_s: float = Field(30.0, ge=0)
+    """After SIGTERM, for what is in the engine to finish; the platform's own grace period, or less."""
+    api_token: SecretStr | None = None
+    """Bearer token that every request must carry but those to `/health` and `/ready`."""
 
     simulated: SimulatedSettings = SimulatedSettings()
 

@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from apps.admission import Admission, Job
+from apps.admission import Admission
 from apps.engines.simulated import SimulatedEngine
 from apps.errors import EngineError, EngineOverloaded, EngineTimeout, EngineUnavailable, PromptError
+from apps.jobs import Ask, parse_ask
 from apps.schema import RawRow, RowResult, SamplingParams
 from apps.settings import AppSettings
 from tests.engines import FaultyEngine, HeldEngine, make_row, make_settings, until
@@ -25,6 +26,10 @@ async def admitting(engine: SimulatedEngine, settings: AppSettings) -> AsyncIter
     await engine.close()
 
 
+def make_ask(number: int = 0, task_id: str = "") -> Ask:
+    return parse_ask(make_row(str(number), f"Question {number}?"), SAMPLING, task_id)
+
+
 async def run_rows(admission: Admission, prompts: list[object]) -> list[RowResult]:
     rows = [make_row(str(number), prompt) for number, prompt in enumerate(prompts)]
     return await answer(admission, rows)
@@ -32,15 +37,21 @@ async def run_rows(admission: Admission, prompts: list[object]) -> list[RowResul
 
 async def answer(admission: Admission, rows: list[RawRow], task_id: str = "") -> list[RowResult]:
     """Waits for all rows, as a request does; when cancelled, leaves them."""
-    with admission.reserve(len(rows)) as reservation:
-        entries = [admission.submit(row, SAMPLING, reservation, task_id) for row in rows]
-        jobs = [entry for entry in entries if isinstance(entry, Job)]
+    results: dict[str, RowResult] = {}
+    asks = []
+    for row in rows:
         try:
-            await asyncio.wait([job.done for job in jobs]) if jobs else None
-            return [entry.done.result() if isinstance(entry, Job) else entry for entry in entries]
-        finally:
-            for job in jobs:
-                admission.leave(job)
+            asks.append(parse_ask(row, SAMPLING, task_id))
+        except PromptError as exc:
+            results[row.id] = admission.refuse(row.id, exc)
+    jobs = admission.submit(asks)
+    try:
+        for job in jobs:
+            results[job.row_id] = await asyncio.shield(job.done)
+    finally:
+        for job in jobs:
+            admission.leave(job)
+    return [results[row.id] for row in rows]
 
 
 async def test_rows_in_engine_stay_within_the_row_budget() -> None:
@@ -48,9 +59,9 @@ async def test_rows_in_engine_stay_within_the_row_budget() -> None:
     engine = HeldEngine(settings)
     async with admitting(engine, settings) as admission:
         running = asyncio.create_task(run_rows(admission, [f"row {n}" for n in range(40)]))
-        await until(lambda: engine.held == admission.max_rows)
+        await until(lambda: engine.held == 6)
         await asyncio.sleep(0.02)
-        assert engine.most_held == admission.max_rows == 6
+        assert engine.most_held == admission.batch.max_rows == 6
         engine.release.set()
         results = await running
     assert [result.id for result in results] == [str(n) for n in range(40)]
@@ -106,7 +117,7 @@ async def test_a_poisoned_row_hurts_only_itself(fault: BaseException, kind: str)
     settings = make_settings()
     async with admitting(FaultyEngine(settings, fault), settings) as admission:
         results = await run_rows(admission, ["good", "poison", "good", "good"])
-        assert admission.loops_alive
+        admission.check_alive()
     assert [result.error_kind for result in results] == [None, kind, None, None]
     assert results[1].error
 
@@ -167,9 +178,9 @@ async def test_cancelled_callers_leave_queue_and_engine_empty() -> None:
 async def test_a_full_queue_refuses_before_taking_anything() -> None:
     settings = make_settings(max_queue_size=5)
     async with admitting(SimulatedEngine(settings), settings) as admission:
-        with admission.reserve(4), pytest.raises(EngineOverloaded, match="queue of 5"):
-            admission.reserve(2).__enter__()
-        assert admission.queued == 0
+        with pytest.raises(EngineOverloaded, match="queue of 5"):
+            admission.submit([make_ask(number) for number in range(6)])
+        assert (admission.queued, admission.rejected, admission.joined) == (0, 6, 0)
 
 
 async def test_leaving_waits_for_rows_and_refuses_new_ones() -> None:
@@ -209,8 +220,8 @@ async def test_a_dead_batcher_loop_leaves_nobody_waiting(loop: str) -> None:
     async with Admission(engine, settings, lambda: deaths.append("dead")) as admission:
         running = asyncio.create_task(run_rows(admission, [f"row {n}" for n in range(6)]))
         await until(lambda: engine.held == 2)
-        getattr(admission._batcher, loop).cancel()
-        await until(lambda: not admission.loops_alive)
+        getattr(admission.batch._batcher, loop).cancel()
+        await until(lambda: not admission.batch.is_alive)
         engine.release.set()
         results = await running
         with pytest.raises(EngineUnavailable, match="dead"):
@@ -225,7 +236,7 @@ async def test_stats_count_what_happened() -> None:
     async with admitting(SimulatedEngine(settings), settings) as admission:
         results = await run_rows(admission, ["a", "", "b"])
         stats = admission.stats()
-    assert (stats["completed"], stats["failed"]) == (2, 1)
+    assert (stats["completed"], stats["failed"]) == (2, {"empty": 1})
     assert stats["completion_tokens"] == sum(result.completion_tokens for result in results)
     assert stats["total_submitted"] == stats["total_completed"] == 2
     assert stats["queued"] == stats["in_flight"] == 0

@@ -7,13 +7,14 @@ import random
 
 import pytest
 
-from apps.admission import Admission, Job
+from apps.admission import Admission
 from apps.engines.base import Completion, RenderedPrompt
 from apps.engines.simulated import SimulatedEngine
 from apps.errors import EngineError, PromptError
-from apps.schema import Row, RowResult, SamplingParams
+from apps.jobs import parse_ask
+from apps.schema import Row, SamplingParams
 from apps.settings import AppSettings
-from tests.engines import make_row, make_settings, until
+from tests.engines import make_row, make_settings
 
 NUM_REQUESTS = 120
 
@@ -45,22 +46,19 @@ async def ask(admission: Admission, chance: random.Random, number: int) -> None:
     """One request of a few rows, some of them another's too, whose caller may leave half-way."""
     task_id = f"task {number // 3}"
     rows = [make_row(str(n), f"{task_id} row {n}") for n in range(chance.randint(1, 8))]
-    with admission.reserve(len(rows)) as reservation:
-        entries = [admission.submit(row, SamplingParams(), reservation, task_id) for row in rows]
-        await asyncio.sleep(chance.choice([0, 0.001]))
-    jobs = [entry for entry in entries if isinstance(entry, Job)]
+    jobs = admission.submit([parse_ask(row, SamplingParams(), task_id) for row in rows])
     try:
         patience_s = chance.choice([0, 0.002, 0.01, 30, 30, 30])
-        _, pending = await asyncio.wait([job.done for job in jobs], timeout=patience_s) if jobs else ((), ())
+        _, pending = await asyncio.wait([job.done for job in jobs], timeout=patience_s)
         assert not pending or patience_s < 30
-        for row, entry in zip(rows, entries, strict=True):
-            if isinstance(entry, RowResult) or entry.done.done():
-                result = entry if isinstance(entry, RowResult) else entry.done.result()
+        for row, job in zip(rows, jobs, strict=True):
+            if job.done.done():
+                result = job.done.result()
                 assert result.id == row.id
                 assert (result.text is None) == (result.error_kind is not None)
     finally:
         for job in jobs:
-            admission.leave(job)
+            admission.leave(job, at_once=chance.random() < 0.5)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -70,12 +68,12 @@ async def test_nothing_is_lost_or_left_behind(seed: int) -> None:
     engine = Capricious(settings, chance)
     async with Admission(engine, settings) as admission:
         await asyncio.gather(*(ask(admission, chance, number) for number in range(NUM_REQUESTS)))
-        await until(lambda: not admission.rows)
+        await admission.wait_idle()
         stats = admission.stats()
-        assert admission.loops_alive
+        admission.check_alive()
         assert (stats["queued"], stats["in_flight"], stats["in_flight_tokens"]) == (0, 0, 0)
         assert not admission._running
-    assert min(stats["completed"], stats["failed"], stats["aborted"], stats["joined"]) > 0
+    assert min(stats["completed"], sum(stats["failed"].values()), stats["aborted"], stats["joined"]) > 0
     await engine.close()
 
 
@@ -85,10 +83,8 @@ async def test_the_same_seed_answers_a_row_alike_however_it_is_asked() -> None:
     async with Admission(engine, settings) as admission:
         texts = set()
         for task_id in ("", "a", "b", "a"):
-            with admission.reserve(1) as reservation:
-                entry = admission.submit(make_row(), SamplingParams(), reservation, task_id)
-            result = entry if isinstance(entry, RowResult) else await entry.done
-            texts.add(result.text)
+            (job,) = admission.submit([parse_ask(make_row(), SamplingParams(), task_id)])
+            texts.add((await job.done).text)
         assert len(texts) == 1
         assert (admission.completed, admission.joined) == (3, 1)
     await engine.close()
