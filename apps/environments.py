@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import flyte
 import flyte.app
 
@@ -28,6 +30,13 @@ scaling = flyte.app.Scaling(
 )
 timeouts = flyte.app.Timeouts(request=REQUEST_TIMEOUT_S)
 env_vars = {
-    f"SATURATE_{name.upper()}": str(value)
-    for name, value in settings.model_dump(exclude_unset=True, exclude={"simulated"}).items()
+    name: value
+    for name, value in os.environ.items()
+    if name.startswith("SATURATE_") and name != "SATURATE_API_TOKEN"
 }
+"""The app's own settings. The token travels as a secret."""
+secrets: list[str | flyte.Secret] = (
+    [flyte.Secret(key=settings.api_token_secret, as_env_var="SATURATE_API_TOKEN")]
+    if settings.api_token_secret
+    else []
+)

@@ -161,5 +161,6 @@ app_env = FastAPIAppEnvironment(
     scaling=environments.scaling,
     timeouts=environments.timeouts,
     env_vars=environments.env_vars,
+    secrets=environments.secrets,
     requires_auth=False,
 )

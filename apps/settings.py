@@ -116,6 +116,8 @@ class AppSettings(BaseSettings):
     """After SIGTERM, for what is in the engine to finish; the platform's own grace period, or less."""
     api_token: SecretStr | None = None
     """Bearer token that every request must carry but those to `/health` and `/ready`."""
+    api_token_secret: str = ""
+    """Name of the Flyte secret that holds `api_token`, for app and clients; read at deploy."""
 
     simulated: SimulatedSettings = SimulatedSettings()
 

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 import tenacity
-from pydantic import TypeAdapter, ValidationError
+from pydantic import SecretStr, TypeAdapter, ValidationError
 
 from apps.errors import (
     EngineError,
@@ -44,11 +44,17 @@ class InferenceClient:
     `EngineTimeout`, `EngineOverloaded` or `EngineUnavailable` for what a later one may; `patiently` repeats.
     """
 
-    def __init__(self, endpoint: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        token: SecretStr | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         self.num_lines = 0
         """Lines heard on all streams, heartbeats included: signs of life."""
         self._http = httpx.AsyncClient(
             base_url=endpoint,
+            headers={"Authorization": f"Bearer {token.get_secret_value()}"} if token else {},
             transport=transport,
             timeout=httpx.Timeout(60.0, read=REQUEST_TIMEOUT_S, pool=None),
             limits=httpx.Limits(max_connections=None),

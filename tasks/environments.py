@@ -6,6 +6,8 @@ from datetime import timedelta
 
 import flyte
 
+from apps.environments import secrets
+
 image = flyte.Image.from_debian_base(python_version=(3, 12), name="saturate-client").with_pip_packages(
     "datasets",
     "fastapi",
@@ -20,7 +22,10 @@ image = flyte.Image.from_debian_base(python_version=(3, 12), name="saturate-clie
 driver_resources = flyte.Resources(cpu=2, memory="2Gi")
 
 client_env = flyte.TaskEnvironment(
-    name="saturate-client", image=image, resources=flyte.Resources(cpu=1, memory="1Gi")
+    name="saturate-client",
+    image=image,
+    resources=flyte.Resources(cpu=1, memory="1Gi"),
+    secrets=secrets,
 )
 infer_retries = flyte.RetryStrategy(
     count=3,

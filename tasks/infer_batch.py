@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from apps.errors import EngineError, RequestRefused, RequestTooLarge, RowsLeft
 from apps.schema import MAX_REQUEST_BYTES, RowResult, SamplingParams, as_error
+from apps.settings import AppSettings
 from tasks.client import LOCAL_PATIENCE_S, PATIENCE_S, InferenceClient, patiently
 from tasks.environments import client_env, infer_retries, infer_timeout
 from tasks.render import PromptRow
@@ -53,7 +54,7 @@ async def infer_batch(
     is_local = flyte.ctx().mode == "local"
     task_id = f"{flyte.ctx().action.run_name}/{chunk.hash}"
     sender = Sender(config, task_id, LOCAL_PATIENCE_S if is_local else PATIENCE_S)
-    async with InferenceClient(endpoint) as client:
+    async with InferenceClient(endpoint, AppSettings().api_token) as client:
         try:
             results = await sender.infer_rows(client, rows, 1 if keep_failures else MAX_PASSES)
         except RequestRefused as exc:

@@ -15,6 +15,7 @@ from apps.errors import JobError
 from apps.inference_app import app_env
 from apps.local import LocalApp, local_app
 from apps.schema import ModelCard
+from apps.settings import AppSettings
 from tasks.client import LOCAL_PATIENCE_S, PATIENCE_S, InferenceClient, patiently
 from tasks.progress import waiting
 
@@ -70,5 +71,5 @@ async def app_of_our_own(model: str, log: Path, console: Console) -> AsyncIterat
 
 
 async def _served_model(endpoint: str, patience_s: float) -> ModelCard:
-    async with InferenceClient(endpoint) as client:
+    async with InferenceClient(endpoint, AppSettings().api_token) as client:
         return await patiently(client.served_model, patience_s)

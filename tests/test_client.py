@@ -28,7 +28,7 @@ Answer = Callable[[httpx.Request], httpx.Response]
 
 
 def make_client(answer: Answer) -> InferenceClient:
-    return InferenceClient(ENDPOINT, httpx.MockTransport(answer))
+    return InferenceClient(ENDPOINT, transport=httpx.MockTransport(answer))
 
 
 def make_body(*ids: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ async def infer(answer: Answer, rows: list[PromptRow], max_passes: int = 3) -> l
         return answer(json.loads(request.content)["rows"])
 
     sender = Sender(make_config(), "chunk", patience_s=10)
-    async with InferenceClient("http://app.test", httpx.MockTransport(respond)) as client:
+    async with InferenceClient("http://app.test", transport=httpx.MockTransport(respond)) as client:
         return await sender.infer_rows(client, rows, max_passes)
 
 

@@ -24,6 +24,7 @@ env = flyte.TaskEnvironment(
     name="saturate-gsm8k",
     image=environments.image,
     resources=environments.driver_resources,
+    secrets=environments.secrets,
     depends_on=[environments.client_env, app_env],
 )
 
