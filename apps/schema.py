@@ -6,9 +6,23 @@ row and its neighbours are answered.
 
 from __future__ import annotations
 
+import json
+from functools import cache
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictInt,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from apps.errors import PERMANENT_KINDS, ErrorKind, PromptError
 
@@ -21,6 +35,9 @@ MAX_REQUEST_BYTES = 8_000_000
 FinishReason = Literal["stop", "length"]
 
 MAX_ERROR_CHARS = 200
+
+CHARS_PER_TOKEN = 4
+"""Where tokens are estimated: what English text has in the usual vocabularies."""
 
 
 def as_error(text: str) -> str:
@@ -44,6 +61,7 @@ def _check_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_check_unicode)]
+SomeText = Annotated[str, Field(min_length=1), AfterValidator(_check_unicode)]
 
 
 class Strict(BaseModel):
@@ -51,34 +69,200 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _knows_every_field(cls, fields: Any) -> Any:
+        """Pydantic itself would list all unknown ones, be they a million, and breaks at lone surrogates."""
+        if isinstance(fields, dict):
+            known = _field_names(cls)
+            for name in fields:
+                if name not in known:
+                    raise ValueError(f"unknown field {as_error(str(name))}")
+        return fields
+
+
+@cache
+def _field_names(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(info.alias or name for name, info in model.model_fields.items())
+
+
+class TextPart(Strict):
+    """A part of a message in OpenAI's list form."""
+
+    type: Literal["text"]
+    text: Text
+
+
+_TEXT_PARTS = TypeAdapter(Annotated[list[TextPart], Field(fail_fast=True)])
+
+
+def _join_parts(content: Any) -> Any:
+    """Parts become one string as in vLLM: joined by newlines."""
+    if isinstance(content, list):
+        return "\n".join(part.text for part in _TEXT_PARTS.validate_python(content))
+    return content
+
 
 class Message(Strict):
     """One turn of a conversation; the model's own chat template turns a list of them into a prompt."""
 
     role: Text
-    content: Text
+    content: Annotated[str, BeforeValidator(_join_parts), AfterValidator(_check_unicode)]
+    """Text, or a list of `{"type": "text", "text": …}`, which becomes text."""
+
+
+MAX_GRAMMAR_BYTES = 65_536
+"""Of one schema, regular expression, grammar or list of choices, as UTF-8."""
+MAX_CHOICES = 1_000
+MAX_SCHEMA_DEPTH = 64
+"""Levels of objects and arrays in a JSON schema: vLLM's own limit."""
+
+
+def _canonical_schema(schema: Any) -> Any:
+    """A JSON schema as text. vLLM's transport takes no integer beyond 64 bits in any other form."""
+    if schema is None:
+        return None
+    if isinstance(schema, str):
+        _check_bytes(schema)
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(parsed, dict):
+            raise ValueError("a schema is a JSON object")
+        text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_SCHEMA_DEPTH} levels") from None
+    _check_depth(parsed)
+    return text
+
+
+def _check_depth(parsed: Any) -> None:
+    level = [parsed]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        children = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
+        level = [child for child in children if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"nested deeper than {MAX_SCHEMA_DEPTH} levels")
+
+
+def _check_bytes(text: str) -> str:
+    if len(text.encode()) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"more than {MAX_GRAMMAR_BYTES} bytes")
+    return text
+
+
+GrammarText = Annotated[SomeText, AfterValidator(_check_bytes)]
+
+
+class StructuredOutputs(Strict):
+    """What the text must match, under vLLM's names: exactly one of the fields."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    json_schema: Annotated[GrammarText | None, BeforeValidator(_canonical_schema)] = Field(None, alias="json")
+    """A JSON schema, as an object or as text."""
+    regex: GrammarText | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
+    grammar: GrammarText | None = None
+    """In GBNF or Lark."""
+    json_object: Literal[True] | None = None
+    """Any JSON object."""
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        if sum(value is not None for value in self.__dict__.values()) != 1:
+            raise ValueError("exactly one of json, regex, choice, grammar and json_object must be given")
+        _check_bytes("".join(self.choice or ()))
+        return self
+
+
+def _check_single(n: int) -> int:
+    if n != 1:
+        raise ValueError(
+            "only 1 is possible: for more completions send the row n times, under ids of its own"
+        )
+    return n
+
+
+MAX_BAD_WORDS_BYTES = 512
+"""With one byte added for each word. vLLM has room for 1,024 tokens of them, with and without a
+leading space, and on a GPU finds that out in the worker, where it ends the engine."""
+
+
+def _check_bad_words(words: list[str]) -> list[str]:
+    if sum(len(word.encode()) + 1 for word in words) > MAX_BAD_WORDS_BYTES:
+        raise ValueError(f"more than {MAX_BAD_WORDS_BYTES} bytes, with one added for each word")
+    return words
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_check_unicode)]
+TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 
 
 class SamplingParams(Strict):
-    """What changes a completion, under vLLM's names; greedy unless asked otherwise."""
+    """What changes a completion, under vLLM's names and within its bounds; greedy unless asked otherwise."""
 
-    temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False)
+    n: Annotated[int, AfterValidator(_check_single)] = 1
+    """A row has one completion."""
+    temperature: float = Field(0.0, ge=0.0, le=2.0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=-1, lt=2**31)
     """0 and -1 consider every token."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     max_tokens: int = Field(512, ge=1, lt=2**31)
     """Completion tokens at most; a completion that reaches it has `finish_reason="length"`."""
-    stop: list[Text] = []
+    min_tokens: int = Field(0, ge=0, lt=2**31)
+    """Completion tokens before the model's end or one of `stop_token_ids` counts."""
+    stop: Annotated[list[StopString], Field(max_length=64, fail_fast=True)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] = []
+    """vLLM has room for 128 with the model's own, and on a GPU finds that out in the worker."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100.0)
+    """vLLM takes any positive number; logits divided by a far smaller one are not finite."""
+    ignore_eos: bool = False
+    bad_words: Annotated[
+        list[SomeText],
+        Field(max_length=64, fail_fast=True),
+        AfterValidator(_check_bad_words),
+    ] = []
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="after")
+    def _min_is_within_max(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        return self
+
+
+MAX_PROMPT_TOKENS = 10_000_000
+"""Of a prompt given as token ids: above any context."""
+
+
+def _kind_of_prompt(prompt: Any) -> str | None:
+    return "text" if isinstance(prompt, str) else "tokens" if isinstance(prompt, list) else None
+
+
+Prompt = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True), Tag("tokens")],
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt_type",
+        custom_error_message="neither text nor a list of token ids",
+    ),
+]
 
 
 class Row(Strict):
-    """One prompt: plain text as `prompt`, or a conversation as `messages`; exactly one of the two."""
+    """One prompt: text or token ids as `prompt`, or a conversation as `messages`; exactly one of the two."""
 
     id: Text
-    prompt: Text | None = None
-    messages: list[Message] | None = None
+    prompt: Prompt | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     sampling: dict[str, Any] | None = None
     """Overrides of the request's sampling parameters, validated when merged."""
 
@@ -90,12 +274,16 @@ class Row(Strict):
 
     @property
     def num_chars(self) -> int:
-        """Characters of all prompt text, before any chat template."""
+        """Characters of all prompt text, before any chat template; a token id counts as `CHARS_PER_TOKEN`."""
+        if isinstance(self.prompt, list):
+            return CHARS_PER_TOKEN * len(self.prompt)
         if self.prompt is not None:
             return len(self.prompt)
         return sum(len(message.content) for message in self.messages or [])
 
     def is_blank(self) -> bool:
+        if isinstance(self.prompt, list):
+            return not self.prompt
         texts = [self.prompt] if self.prompt is not None else [m.content for m in self.messages or []]
         return not any(text and not text.isspace() for text in texts)
 
@@ -195,15 +383,13 @@ class ModelList(BaseModel):
 
 
 def parse_row(raw: RawRow) -> Row:
-    """Raises `PromptError` naming the first field that is wrong, and its value."""
+    """Raises `PromptError` naming the first field that is wrong, and its value; nothing else."""
     try:
-        return Row.model_validate(raw.model_dump())
+        return Row.model_validate({"id": raw.id, **(raw.model_extra or {})})
     except ValidationError as exc:
-        first = exc.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "row"
+        field, message = _first_error(exc)
         kind: ErrorKind = "invalid_sampling" if field.startswith("sampling") else "invalid_prompt"
-        got = "" if field == "row" else f", got {first['input']!r:.80}"
-        raise PromptError(kind, as_error(f"{field:.80}: {first['msg']}{got}")) from exc
+        raise PromptError(kind, as_error(f"{field or 'row'}: {message}")) from exc
 
 
 def merge_sampling(base: SamplingParams, overrides: dict[str, Any] | None) -> SamplingParams:
@@ -211,9 +397,26 @@ def merge_sampling(base: SamplingParams, overrides: dict[str, Any] | None) -> Sa
     if not overrides:
         return base
     try:
-        return SamplingParams.model_validate({**base.model_dump(), **overrides})
+        return SamplingParams.model_validate({**base.__dict__, **overrides})
     except ValidationError as exc:
-        first = exc.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        message = f"sampling.{field:.80}: {first['msg']}, got {first['input']!r:.80}"
-        raise PromptError("invalid_sampling", as_error(message)) from exc
+        field, message = _first_error(exc)
+        kind: ErrorKind = "invalid_schema" if field.startswith("structured_outputs") else "invalid_sampling"
+        name = f"sampling.{field}" if field else "sampling"
+        raise PromptError(kind, as_error(f"{name}: {message}")) from exc
+
+
+def _first_error(exc: ValidationError) -> tuple[str, str]:
+    """Path of the first field that is wrong, empty for the whole, and what is wrong with which value."""
+    first = exc.errors(include_url=False, include_context=False)[0]
+    field = ".".join(str(part) for part in first["loc"])[:80]
+    message = first["msg"].removeprefix("Value error, ")
+    return field, message + (f", got {_shown(first['input'])}" if field else "")
+
+
+def _shown(value: Any) -> str:
+    """`value` in a few words, without a walk through what it holds."""
+    if isinstance(value, dict | list):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value[:80] if isinstance(value, str) else value)
