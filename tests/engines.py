@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from apps.engines.base import Completion, RenderedPrompt
@@ -40,7 +41,14 @@ class HeldEngine(SimulatedEngine):
         self.most_held = 0
         self.aborted = 0
 
-    async def generate(self, prompt: RenderedPrompt, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self,
+        prompt: RenderedPrompt,
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Completion:
         self.held += 1
         self.most_held = max(self.most_held, self.held)
         try:
@@ -50,7 +58,7 @@ class HeldEngine(SimulatedEngine):
             raise
         finally:
             self.held -= 1
-        return await super().generate(prompt, sampling)
+        return await super().generate(prompt, sampling, priority=priority, on_text=on_text)
 
 
 class FaultyEngine(SimulatedEngine):
@@ -62,14 +70,21 @@ class FaultyEngine(SimulatedEngine):
         self._in_render = in_render
 
     async def render(self, row: Row) -> RenderedPrompt:
-        if self._in_render and "poison" in (row.prompt or ""):
+        if self._in_render and "poison" in str(row.prompt):
             raise self._fault
         return await super().render(row)
 
-    async def generate(self, prompt: RenderedPrompt, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self,
+        prompt: RenderedPrompt,
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Completion:
         if not self._in_render and "poison" in str(prompt.payload):
             raise self._fault
-        return await super().generate(prompt, sampling)
+        return await super().generate(prompt, sampling, priority=priority, on_text=on_text)
 
 
 async def until(condition: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,9 @@ class Capricious(SimulatedEngine):
         await self._hesitate()
         return await super().render(row)
 
-    async def generate(self, prompt: RenderedPrompt, sampling: SamplingParams) -> Completion:
+    async def generate(self, prompt: RenderedPrompt, sampling: SamplingParams, **options: Any) -> Completion:
         await self._hesitate()
-        return await super().generate(prompt, sampling)
+        return await super().generate(prompt, sampling, **options)
 
     async def _hesitate(self) -> None:
         await asyncio.sleep(self._chance.choice([0, 0, 0.001, 0.004]))

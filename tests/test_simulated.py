@@ -103,6 +103,61 @@ async def test_an_arrival_joins_a_running_batch() -> None:
     assert short.completion_tokens == 2
 
 
+async def test_a_lower_priority_goes_first() -> None:
+    async with engine_of(max_num_seqs=1, simulated={"time_scale": 0.01}) as engine:
+        finished: list[int] = []
+
+        async def generate(priority: int) -> None:
+            await engine.generate(RenderedPrompt(2, f"{priority}"), SamplingParams(), priority=priority)
+            finished.append(priority)
+
+        running = asyncio.create_task(generate(9))
+        await until(lambda: len(engine._running) == 1)
+        await asyncio.gather(*(generate(priority) for priority in (5, 3, -1, 4)), running)
+    assert finished == [9, -1, 3, 4, 5]
+
+
+async def test_equal_priorities_keep_their_order() -> None:
+    async with engine_of(max_num_seqs=1) as engine:
+        finished: list[int] = []
+
+        async def generate(number: int) -> None:
+            await engine.generate(RenderedPrompt(2, f"{number}"), SamplingParams())
+            finished.append(number)
+
+        await asyncio.gather(*(generate(number) for number in range(30)))
+    assert finished == list(range(30))
+
+
+async def test_pieces_come_early_and_make_the_text() -> None:
+    slow = {"time_scale": 1.0, "step_overhead_s": 0.01, "mean_completion_tokens": 100_000.0}
+    async with engine_of(simulated=slow) as engine:
+        pieces: list[str] = []
+        answer = asyncio.create_task(
+            engine.generate(RenderedPrompt(2, "p"), SamplingParams(max_tokens=20), on_text=pieces.append)
+        )
+        await until(lambda: pieces)
+        early = answer.done()
+        completion = await answer
+    assert not early
+    assert len(pieces) == 2
+    assert "".join(pieces) == completion.text
+
+
+async def test_lengths_obey_the_sampling_parameters() -> None:
+    async with engine_of(simulated={"mean_completion_tokens": 5.0}) as engine:
+        at_least = await ask(engine, "a", min_tokens=300)
+        to_the_end = await ask(engine, "a", ignore_eos=True, max_tokens=400)
+    assert (at_least.completion_tokens, at_least.finish_reason) == (300, "stop")
+    assert (to_the_end.completion_tokens, to_the_end.finish_reason) == (400, "length")
+
+
+async def test_token_ids_count_one_each() -> None:
+    async with engine_of() as engine:
+        rendered = await engine.render(Row(id="0", prompt=[5, 6, 7]))
+    assert rendered.num_tokens == 3
+
+
 async def test_a_step_follows_the_roofline() -> None:
     async with engine_of(simulated={"memory_gb_per_s": 100, "weights_gb": 10}) as engine:
         memory_bound = engine._step_s(prefill_tokens=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,8 +52,19 @@ class Engine(Protocol):
     async def render(self, row: Row) -> RenderedPrompt:
         """Applies the chat template and tokenises."""
 
-    async def generate(self, prompt: RenderedPrompt, sampling: SamplingParams) -> Completion:
-        """Cancelling the awaiting task aborts the prompt in the engine."""
+    async def generate(
+        self,
+        prompt: RenderedPrompt,
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Completion:
+        """Cancelling the awaiting task aborts the prompt in the engine.
+
+        Of the prompts that wait inside the engine, those with a lower `priority` go first. `on_text` is
+        called with each new piece of the text as it is made; joined, they are the completion's text.
+        """
 
     async def check_health(self) -> None:
         """Raises `EngineUnavailable` if the engine is dead."""

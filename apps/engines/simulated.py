@@ -8,6 +8,7 @@ instead of from token to token. A step costs
 
 the roofline of a decoder (Williams et al., "Roofline", CACM 2009); a prompt joins with one step that
 computes all its tokens. Completions depend on the seed and the prompt alone, timing on the load.
+Of the sampling parameters it obeys `seed`, `max_tokens`, `min_tokens` and `ignore_eos`.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ import itertools
 import math
 import random
 import time
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import NormalDist
 
 from apps.engines.base import Completion, EngineLimits, RenderedPrompt
 from apps.errors import EngineError, EngineUnavailable, PromptError
-from apps.schema import Row, SamplingParams
+from apps.schema import CHARS_PER_TOKEN, Row, SamplingParams
 from apps.settings import AppSettings, SimulatedSettings
 
-CHARS_PER_TOKEN = 4
 KV_BYTES_PER_TOKEN = 57_344
 """2 (key and value) x 28 layers x 4 KV heads x 128 x 2 bytes: the 7-billion-parameter Qwen2.5."""
 LENGTH_SIGMA = 0.5
+FIRST_PIECE = "Simulated completion "
+"""What `on_text` is given once the prompt is computed."""
 NORMAL = NormalDist()
 
 
@@ -45,6 +48,7 @@ class _Sequence:
     arrived: float
     done: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Resolves to the seconds from arrival to the first token."""
+    on_first_token: Callable[[], None] | None = None
     ttft_s: float = 0.0
 
     @property
@@ -65,7 +69,8 @@ class SimulatedEngine:
             max_num_seqs=settings.num_seqs,
             kv_cache_tokens=settings.simulated.kv_cache_tokens,
         )
-        self._waiting: deque[_Sequence] = deque()
+        self._waiting: list[tuple[int, int, _Sequence]] = []
+        """A heap of (priority, order of arrival, sequence)."""
         self._running: list[tuple[int, int, _Sequence]] = []
         """A heap of (step at which it finishes, tie-break, sequence)."""
         self._step = 0
@@ -84,32 +89,46 @@ class SimulatedEngine:
         return self._limits
 
     async def render(self, row: Row) -> RenderedPrompt:
-        num_tokens = row.num_chars // CHARS_PER_TOKEN + 1
+        is_tokens = isinstance(row.prompt, list)
+        num_tokens = len(row.prompt or ()) if is_tokens else row.num_chars // CHARS_PER_TOKEN + 1
         if num_tokens >= self._limits.max_model_len:
             raise PromptError(
                 "too_long",
                 f"the prompt has about {num_tokens} tokens, the model takes fewer than "
                 f"{self._limits.max_model_len}",
             )
-        return RenderedPrompt(num_tokens=num_tokens, payload=row.model_dump_json(exclude={"id"}))
+        return RenderedPrompt(num_tokens=num_tokens, payload=row.model_dump_json(exclude={"id", "sampling"}))
 
-    async def generate(self, prompt: RenderedPrompt, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self,
+        prompt: RenderedPrompt,
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Completion:
         self._start_one()
         digest = hashlib.sha256(f"{self._config.seed}\0{sampling.seed}\0{prompt.payload}".encode()).digest()
-        wanted = self._completion_tokens(digest)
         room = min(sampling.max_tokens, self._limits.max_model_len - prompt.num_tokens)
-        num_steps = min(wanted, room)
+        wanted = max(sampling.min_tokens, self._completion_tokens(digest))
+        is_cut = sampling.ignore_eos or wanted > room
+        num_steps = room if is_cut else wanted
         sequence = _Sequence(prompt.num_tokens, num_steps, time.monotonic())
-        self._waiting.append(sequence)
+        first, rest = FIRST_PIECE, f"{digest.hex()[:12]}.\n#### {int.from_bytes(digest[:2])}"
+        if on_text is not None:
+            sequence.on_first_token = partial(on_text, first)
+        heapq.heappush(self._waiting, (priority, next(self._order), sequence))
         self._arrival.set()
         try:
             ttft_s = await sequence.done
         except asyncio.CancelledError:
             self._has_cancelled = True
             raise
+        if on_text is not None:
+            on_text(rest)
         return Completion(
-            text=f"Simulated completion {digest.hex()[:12]}.\n#### {int.from_bytes(digest[:2])}",
-            finish_reason="length" if wanted > room else "stop",
+            text=first + rest,
+            finish_reason="length" if is_cut else "stop",
             completion_tokens=num_steps,
             ttft_s=ttft_s,
         )
@@ -138,7 +157,7 @@ class SimulatedEngine:
             raise EngineError("injected failure")
 
     def _fail_all(self) -> None:
-        for sequence in [*self._waiting, *(entry[2] for entry in self._running)]:
+        for _, _, sequence in [*self._waiting, *self._running]:
             if not sequence.done.done():
                 sequence.done.set_exception(EngineUnavailable("the simulated engine died"))
         self._waiting.clear()
@@ -163,6 +182,8 @@ class SimulatedEngine:
                 self._step += 1
                 for sequence in admitted:
                     sequence.ttft_s = time.monotonic() - sequence.arrived
+                    if sequence.on_first_token is not None:
+                        sequence.on_first_token()
             else:
                 self._step += await self._decode(self._running[0][0] - self._step)
             self._finish()
@@ -178,11 +199,11 @@ class SimulatedEngine:
         """Moves waiting prompts into the running set while they fit, and returns them."""
         admitted = []
         while self._waiting and len(self._running) < self._limits.max_num_seqs:
-            head = self._waiting[0]
+            head = self._waiting[0][2]
             fits = self._kv_tokens + head.kv_tokens <= self._config.kv_cache_tokens
             if self._running and not fits:
                 break
-            self._waiting.popleft()
+            heapq.heappop(self._waiting)
             if not head.done.cancelled():
                 self._kv_tokens += head.kv_tokens
                 admitted.append(head)

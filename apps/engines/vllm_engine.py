@@ -10,12 +10,13 @@ import hashlib
 import importlib.metadata
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from apps.engines.base import Completion, EngineLimits, RenderedPrompt
 from apps.errors import EngineError, EngineUnavailable, PromptError
-from apps.schema import Row, SamplingParams
+from apps.schema import Row, SamplingParams, as_error
 from apps.settings import AppSettings
 
 MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".tiktoken"}
@@ -29,18 +30,21 @@ class VLLMEngine:
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.exceptions import VLLMValidationError
         from vllm.renderers import ChatParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         self._make_params = VLLMSamplingParams
+        self._make_structured = StructuredOutputsParams
         self._final_only = RequestOutputKind.FINAL_ONLY
+        self._delta = RequestOutputKind.DELTA
         self._chat = ChatParams(chat_template_kwargs={"add_generation_prompt": True})
         self._invalid = (VLLMValidationError, ValueError)
         self._dead = EngineDeadError
         self._failed = EngineGenerateError
         self._llm = AsyncLLM.from_engine_args(_engine_args(settings))
         self._limits = _read_limits(settings, self._llm.vllm_config)
+        self._vocab_size = self._llm.vllm_config.model_config.get_vocab_size()
         self._request_ids = itertools.count()
 
     @property
@@ -50,7 +54,10 @@ class VLLMEngine:
     async def render(self, row: Row) -> RenderedPrompt:
         renderer = self._llm.renderer
         try:
-            if row.messages is None:
+            if isinstance(row.prompt, list):
+                self._check_token_ids(row.prompt)
+                (rendered,) = await renderer.render_cmpl_async([{"prompt_token_ids": row.prompt}])
+            elif row.messages is None:
                 (rendered,) = await renderer.render_cmpl_async([{"prompt": row.prompt}])
             else:
                 messages = [message.model_dump() for message in row.messages]
@@ -66,28 +73,53 @@ class VLLMEngine:
             )
         return RenderedPrompt(num_tokens=num_tokens, payload=rendered)
 
-    async def generate(self, prompt: RenderedPrompt, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self,
+        prompt: RenderedPrompt,
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Completion:
+        pieces: list[str] = []
+        completion_tokens = 0
         try:
-            params = self._make_params(**sampling.model_dump(), output_kind=self._final_only, detokenize=True)
+            params = self._params(sampling, self._final_only if on_text is None else self._delta)
             request_id = str(next(self._request_ids))
             started = time.monotonic()
-            async for output in self._llm.generate(prompt.payload, params, request_id):
-                final = output
+            async for output in self._llm.generate(prompt.payload, params, request_id, priority=priority):
+                answer = output.outputs[0]
+                pieces.append(answer.text)
+                completion_tokens += len(answer.token_ids)
+                if on_text is not None and answer.text:
+                    on_text(answer.text)
         except self._invalid as exc:
-            raise PromptError("invalid_sampling", str(exc)) from exc
+            raise _refusal(exc, sampling) from exc
         except self._dead as exc:
             raise EngineUnavailable("the engine died") from exc
         except self._failed as exc:
             raise EngineError(f"the engine failed: {exc.__cause__!r}") from exc
-        answer = final.outputs[0]
         if answer.finish_reason not in ("stop", "length"):
             raise EngineError(f"the engine ended the prompt with {answer.finish_reason!r}")
         return Completion(
-            text=answer.text,
+            text="".join(pieces),
             finish_reason=answer.finish_reason,
-            completion_tokens=len(answer.token_ids),
-            ttft_s=_ttft_s(time.monotonic() - started, final.metrics),
+            completion_tokens=completion_tokens,
+            ttft_s=_ttft_s(time.monotonic() - started, output.metrics),
         )
+
+    def _params(self, sampling: SamplingParams, output_kind: Any) -> Any:
+        """Each prompt has params of its own, so vLLM need not clone them."""
+        fields = {**sampling.__dict__, "output_kind": output_kind, "detokenize": True, "skip_clone": True}
+        if sampling.structured_outputs is not None:
+            fields["structured_outputs"] = self._make_structured(**sampling.structured_outputs.model_dump())
+        return self._make_params(**fields)
+
+    def _check_token_ids(self, token_ids: list[int]) -> None:
+        if token_ids and max(token_ids) >= self._vocab_size:
+            raise PromptError(
+                "invalid_prompt", f"token id {max(token_ids)}, the vocabulary has {self._vocab_size}"
+            )
 
     async def check_health(self) -> None:
         try:
@@ -101,6 +133,7 @@ class VLLMEngine:
 
 def _engine_args(settings: AppSettings) -> Any:
     from vllm import AsyncEngineArgs
+    from vllm.config import StructuredOutputsConfig
 
     on_cpu = settings.accelerator == "cpu"
     memory: dict[str, Any] = (
@@ -119,6 +152,8 @@ def _engine_args(settings: AppSettings) -> Any:
         max_num_seqs=settings.num_seqs,
         max_num_batched_tokens=settings.num_batched_tokens,
         enable_prefix_caching=True,
+        scheduling_policy="priority",
+        structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
         **memory,
     )
 
@@ -176,3 +211,9 @@ def _prompt_error(exc: Exception) -> PromptError:
     """vLLM names the parameter `input_text` or `input_tokens` when a prompt exceeds the context."""
     parameter = getattr(exc, "parameter", None) or ""
     return PromptError("too_long" if parameter.startswith("input_") else "invalid_prompt", str(exc))
+
+
+def _refusal(exc: Exception, sampling: SamplingParams) -> PromptError:
+    """What vLLM refuses without naming a parameter is the structured output, where there is one."""
+    is_schema = sampling.structured_outputs is not None and getattr(exc, "parameter", None) is None
+    return PromptError("invalid_schema" if is_schema else "invalid_sampling", as_error(str(exc)))
