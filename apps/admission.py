@@ -253,7 +253,9 @@ class Admission:
         await job.admitted
         queued_s = time.monotonic() - job.arrived
         try:
-            completion = await self._engine.generate(prompt, sampling)
+            completion = await self._engine.generate(
+                prompt, sampling, priority=lane.priority, on_text=job.ask.on_text
+            )
         except Exception as exc:
             result = self._failure(row.id, exc)
         else:

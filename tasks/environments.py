@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import flyte
 
-from apps.environments import secrets
+from apps import environments
 
 image = flyte.Image.from_debian_base(python_version=(3, 12), name="saturate-client").with_pip_packages(
     "datasets",
@@ -25,7 +25,7 @@ client_env = flyte.TaskEnvironment(
     name="saturate-client",
     image=image,
     resources=flyte.Resources(cpu=1, memory="1Gi"),
-    secrets=secrets,
+    secrets=environments.secrets,
 )
 infer_retries = flyte.RetryStrategy(
     count=3,

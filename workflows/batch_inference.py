@@ -22,7 +22,7 @@ env = flyte.TaskEnvironment(
     name="saturate-batch-inference",
     image=environments.image,
     resources=environments.driver_resources,
-    secrets=environments.secrets,
+    secrets=app_env.secrets,
     depends_on=[environments.client_env, app_env],
 )
 

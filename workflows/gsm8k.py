@@ -24,7 +24,7 @@ env = flyte.TaskEnvironment(
     name="saturate-gsm8k",
     image=environments.image,
     resources=environments.driver_resources,
-    secrets=environments.secrets,
+    secrets=app_env.secrets,
     depends_on=[environments.client_env, app_env],
 )
 
