@@ -34,7 +34,7 @@ from apps.errors import (
 )
 from apps.jobs import Ask, Job
 from apps.lane import Lane
-from apps.metrics import UseClock
+from apps.metrics import Latencies, UseClock
 from apps.recent import Recent
 from apps.schema import RowResult
 from apps.settings import ROWS_IN_FLIGHT_PER_SEQ, AppSettings
@@ -87,6 +87,7 @@ class Admission:
         self._change = asyncio.Event()
         """Set whenever a row has left the queue or the engine."""
         self._use = UseClock()
+        self.latencies = Latencies()
         self._draining = False
         self._dead = False
         self._watching: asyncio.Task[None] | None = None
@@ -206,6 +207,7 @@ class Admission:
             "joined": self.joined,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
+            **self.latencies.quantiles(),
         }
 
     def _find(self, ask: Ask) -> Job | None:
@@ -325,6 +327,7 @@ class Admission:
     def _count(self, result: RowResult) -> RowResult:
         self.prompt_tokens += result.prompt_tokens
         self.completion_tokens += result.completion_tokens
+        self.latencies.observe(result)
         if result.error_kind is None:
             self.completed += 1
         else:

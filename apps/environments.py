@@ -20,7 +20,13 @@ settings = AppSettings()
 gpu = None if settings.accelerator == "cpu" else flyte.GPU(settings.accelerator, 1)
 
 image = flyte.Image.from_debian_base(python_version=(3, 12), name="saturate-app").with_pip_packages(
-    "vllm==0.32.0", "fastapi", "uvicorn[standard]", "pydantic-settings"
+    "vllm==0.32.0",
+    "fastapi",
+    "nvidia-ml-py",
+    "openai",
+    "prometheus_client",
+    "pydantic-settings",
+    "uvicorn[standard]",
 )
 resources = flyte.Resources(cpu=6, memory="24Gi", gpu=gpu, disk="64Gi")
 scaling = flyte.app.Scaling(

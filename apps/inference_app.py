@@ -16,15 +16,19 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse
 from flyte.app.extras import FastAPIAppEnvironment
 
 from apps import environments
 from apps.admission import Admission
+from apps.advice import watch_use
 from apps.answer import ResultStream, finished_rows
 from apps.engines.base import Engine
 from apps.engines.simulated import SimulatedEngine
 from apps.engines.vllm_engine import VLLMEngine
 from apps.errors import EngineOverloaded, EngineUnavailable
+from apps.exposition import CONTENT_TYPE, StatsCollector, exposition
+from apps.gpu import GpuCollector
 from apps.guard import Guard
 from apps.schema import NDJSON, GenerateRequest, GenerateResponse, ModelCard, ModelList, RowResult, as_error
 from apps.settings import AppSettings
@@ -36,6 +40,8 @@ ENGINE_DEAD_EXIT_CODE = 70
 """EX_SOFTWARE: the platform replaces the replica."""
 LAST_ANSWERS_S = 1.0
 """Time for the failed rows of a dead engine to reach their callers."""
+USE_INTERVAL_S = 60.0
+"""Between two lines in the log on how well the engine is used."""
 
 
 def make_engine(settings: AppSettings) -> Engine:
@@ -67,7 +73,15 @@ def create_app(
                 app.state.engine = engine
                 app.state.admission = admission
                 app.state.started = int(time.time())
-                yield
+                app.state.collectors = (StatsCollector(admission.stats), admission.latencies)
+                app.state.gpus = GpuCollector()
+                watching = asyncio.create_task(
+                    watch_use(admission.stats, admission.latencies, settings, USE_INTERVAL_S)
+                )
+                try:
+                    yield
+                finally:
+                    watching.cancel()
         finally:
             await engine.close()
 
@@ -77,6 +91,7 @@ def create_app(
     app.add_api_route("/health", health)
     app.add_api_route("/ready", ready)
     app.add_api_route("/stats", stats)
+    app.add_api_route("/metrics", metrics, response_class=PlainTextResponse)
     app.add_exception_handler(EngineOverloaded, _ask_again_later)
     app.add_exception_handler(EngineUnavailable, _ask_again_later)
     app.add_exception_handler(RequestValidationError, _name_first_error)
@@ -135,6 +150,13 @@ async def ready(request: Request) -> dict[str, str]:
 async def stats(request: Request) -> dict[str, Any]:
     current: dict[str, Any] = request.app.state.admission.stats()
     return current
+
+
+async def metrics(request: Request) -> Response:
+    """Ours, the GPUs' and vLLM's, for Prometheus."""
+    state = request.app.state
+    body = await exposition(*state.collectors, gpus=state.gpus)
+    return Response(body, media_type=CONTENT_TYPE)
 
 
 async def _ask_again_later(_: Request, exc: Exception) -> Response:

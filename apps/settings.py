@@ -104,7 +104,7 @@ class AppSettings(BaseSettings):
     """Estimated tokens admitted to the engine at once."""
     max_queue_size: int = Field(5_000, ge=1)
     """Rows waiting for the engine; a request that does not fit is answered 429."""
-    interactive_share: float = Field(0.125, ge=0, lt=1)
+    interactive_share: float = Field(0.125, ge=0, le=0.5)
     """Share of the engine's budget of rows and tokens that batch jobs leave to interactive requests."""
     max_request_rows: int = Field(1_000, ge=1)
     """Rows of one request; more are answered 413."""

@@ -14,6 +14,7 @@ image = flyte.Image.from_debian_base(python_version=(3, 12), name="saturate-clie
     "httpx",
     "jinja2",
     "pandas",
+    "prometheus_client",
     "pyarrow",
     "pydantic-settings",
     "rich",
