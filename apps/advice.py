@@ -90,7 +90,7 @@ def _more_concurrency(interval: Interval) -> Iterator[str]:
     if share >= VISIBLE_SHARE and min(interval.queued) == 0:
         yield (
             f"the engine ran with room left and an empty queue for {share:.0%} of the time "
-            f"({interval.in_flight} of {interval.max_in_flight} rows in it now): "
+            f"({interval.in_flight} of {interval.max_in_flight} rows in it at its end): "
             "raise the job's max_concurrency (chunks in flight) or chunk_size"
         )
 
@@ -137,7 +137,7 @@ async def watch_use(
     """Logs the use of every interval with traffic, and advice; runs until it is cancelled.
 
     An interval in which a job begins or ends says little of the settings, so that advice is given on one
-    once both of its neighbours had traffic, too.
+    once rows were admitted in both of its neighbours, too.
     """
     last: deque[Interval] = deque(maxlen=3)
     before = read_stats()
@@ -148,9 +148,9 @@ async def watch_use(
         before = after
         if last[-1].has_traffic():
             logger.info("%s%s", _use_line(last[-1]), _times_line(latencies))
-        if len(last) == 3 and all(interval.has_traffic() for interval in last):
+        if len(last) == 3 and all(interval.admitted for interval in last):
             for line in advise(last[1], settings):
-                logger.warning("%s", line)
+                logger.warning("within %.0f s: %s", last[1].seconds, line)
 
 
 def _use_line(interval: Interval) -> str:

@@ -170,9 +170,10 @@ async def test_a_thin_job_is_advised_once_an_interval(caplog: pytest.LogCaptureF
     lines = await logged(intervals(THIN, THIN, THIN, THIN), caplog)
     info, warning = logging.INFO, logging.WARNING
     assert [level for level, _ in lines] == [info, info, info, warning, info, warning]
-    assert "stood empty for 40% of the time" in lines[3][1]
+    assert lines[3][1].startswith("within 10 s: the engine stood empty for 40% of the time")
 
 
 async def test_the_ends_of_a_job_are_not_judged(caplog: pytest.LogCaptureFixture) -> None:
-    lines = await logged(intervals(IDLE, THIN, {}, {}, THIN, IDLE, IDLE), caplog)
-    assert {level for level, _ in lines} == {logging.INFO}
+    tail = {"admitted": 0, "saturated_s": 0.0}
+    lines = await logged(intervals(IDLE, THIN, {}, {}, THIN, tail, tail, tail, IDLE), caplog)
+    assert [level for level, _ in lines] == [logging.INFO] * 7
