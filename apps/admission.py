@@ -207,7 +207,6 @@ class Admission:
             "joined": self.joined,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            **self.latencies.quantiles(),
         }
 
     def _find(self, ask: Ask) -> Job | None:
@@ -241,7 +240,6 @@ class Admission:
             result = RowResult.failed(job.row_id, "cancelled", "cancelled by the engine")
         except Exception as exc:
             result = self._failure(job.row_id, exc)
-        result.e2e_s = time.monotonic() - job.arrived
         lane.remove(job)
         self._finish(job, result)
         self._note_use(waiting=False)
@@ -254,23 +252,19 @@ class Admission:
         await lane.submit(job)
         await job.admitted
         queued_s = time.monotonic() - job.arrived
-        try:
-            completion = await self._engine.generate(
-                prompt, sampling, priority=lane.priority, on_text=job.ask.on_text
-            )
-        except Exception as exc:
-            result = self._failure(row.id, exc)
-        else:
-            result = RowResult(
-                id=row.id,
-                text=completion.text,
-                finish_reason=completion.finish_reason,
-                prompt_tokens=prompt.num_tokens,
-                completion_tokens=completion.completion_tokens,
-                ttft_s=None if completion.ttft_s is None else queued_s + completion.ttft_s,
-            )
-        result.queued_s = queued_s
-        return result
+        completion = await self._engine.generate(
+            prompt, sampling, priority=lane.priority, on_text=job.ask.on_text
+        )
+        return RowResult(
+            id=row.id,
+            text=completion.text,
+            finish_reason=completion.finish_reason,
+            prompt_tokens=prompt.num_tokens,
+            completion_tokens=completion.completion_tokens,
+            queued_s=queued_s,
+            ttft_s=None if completion.ttft_s is None else queued_s + completion.ttft_s,
+            e2e_s=time.monotonic() - job.arrived,
+        )
 
     async def _let_in(self, lane: Lane, jobs: list[Job]) -> list[None]:
         """The `inference_fn` of a lane's batcher."""

@@ -12,8 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from apps.admission import Admission
-from apps.errors import PromptError
-from apps.jobs import Ask, Job, parse_ask
+from apps.jobs import Job, parse_asks
 from apps.schema import NDJSON, Done, GenerateRequest, Heartbeat, RowResult
 
 logger = logging.getLogger(__name__)
@@ -85,13 +84,7 @@ async def finished_rows(
     for is aborted. Raises `EngineOverloaded` or `EngineUnavailable` before the first result if there is
     no place for the rows.
     """
-    asks: list[Ask] = []
-    errors: list[tuple[str, PromptError]] = []
-    for raw in body.rows:
-        try:
-            asks.append(parse_ask(raw, body.sampling, body.task_id))
-        except PromptError as exc:
-            errors.append((raw.id, exc))
+    asks, errors = parse_asks(body.rows, body.sampling, body.task_id)
     waiting = Waiting(admission, admission.submit(asks), body.deadline_s)
     gone = asyncio.create_task(wait_for_disconnect(receive))
     gone.add_done_callback(lambda _: waiting.ended.put_nowait(None))

@@ -7,6 +7,7 @@ vLLM. Every row is validated, admitted and answered by itself (`apps.admission`)
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import time
@@ -30,6 +31,7 @@ from apps.errors import EngineOverloaded, EngineUnavailable
 from apps.exposition import CONTENT_TYPE, StatsCollector, exposition
 from apps.gpu import GpuCollector
 from apps.guard import Guard
+from apps.logs import log_lines
 from apps.schema import NDJSON, GenerateRequest, GenerateResponse, ModelCard, ModelList, RowResult, as_error
 from apps.settings import AppSettings
 from apps.shutdown import drain_on_sigterm
@@ -61,29 +63,36 @@ def create_app(
 ) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        settings = load_settings()
-        engine = make_engine(settings)
-        logger.info("engine ready: %s", engine.limits)
-        try:
-            async with (
-                Admission(engine, settings, on_dead) as admission,
-                drain_on_sigterm(admission, settings.drain_s),
-            ):
-                app.state.settings = settings
-                app.state.engine = engine
-                app.state.admission = admission
-                app.state.started = int(time.time())
-                app.state.collectors = (StatsCollector(admission.stats), admission.latencies)
-                app.state.gpus = GpuCollector()
-                watching = asyncio.create_task(
-                    watch_use(admission.stats, admission.latencies, settings, USE_INTERVAL_S)
-                )
-                try:
+        app.state.settings = settings = load_settings()
+        with log_lines(settings.log_format):
+            app.state.engine = engine = make_engine(settings)
+            logger.info("engine ready: %s", engine.limits)
+            try:
+                async with _serving(app, engine, settings):
                     yield
-                finally:
-                    watching.cancel()
-        finally:
-            await engine.close()
+            finally:
+                await engine.close()
+
+    @asynccontextmanager
+    async def _serving(app: FastAPI, engine: Engine, settings: AppSettings) -> AsyncIterator[None]:
+        async with (
+            Admission(engine, settings, on_dead) as admission,
+            drain_on_sigterm(admission, settings.drain_s),
+        ):
+            app.state.admission = admission
+            app.state.started = int(time.time())
+            app.state.collectors = (StatsCollector(admission.stats), admission.latencies)
+            app.state.gpus = GpuCollector()
+            use = watch_use(admission.stats, admission.latencies, settings, USE_INTERVAL_S)
+            watching = asyncio.create_task(use)
+            # What has been imported stays, and is a hundred times what the rows leave to collect.
+            gc.collect()
+            gc.freeze()
+            try:
+                yield
+            finally:
+                gc.unfreeze()
+                watching.cancel()
 
     app = FastAPI(title="Saturate inference", lifespan=lifespan)
     app.add_api_route("/generate", generate, methods=["POST"], response_model=GenerateResponse)
@@ -148,8 +157,9 @@ async def ready(request: Request) -> dict[str, str]:
 
 
 async def stats(request: Request) -> dict[str, Any]:
-    current: dict[str, Any] = request.app.state.admission.stats()
-    return current
+    """Counts since the start, and the quantiles of the times of late."""
+    admission: Admission = request.app.state.admission
+    return {**admission.stats(), **admission.latencies.quantiles()}
 
 
 async def metrics(request: Request) -> Response:

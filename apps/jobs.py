@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+
+from pydantic import TypeAdapter
 
 from apps.errors import PromptError
 from apps.schema import RawRow, Row, RowResult, SamplingParams, merge_sampling, parse_row
@@ -44,16 +46,48 @@ class Job:
         return self.ask.row.id
 
 
-def parse_ask(raw: RawRow, sampling: SamplingParams, task_id: str) -> Ask:
-    """Under a `task_id` the row may be joined. Raises `PromptError` for a row that is not valid."""
-    row = parse_row(raw)
-    if row.is_blank():
-        raise PromptError("empty", "the prompt is empty")
-    merged = merge_sampling(sampling, row.sampling)
-    return Ask(row, merged, join_key(task_id, row, merged) if task_id else b"")
+def parse_asks(
+    rows: Iterable[RawRow], sampling: SamplingParams, task_id: str = ""
+) -> tuple[list[Ask], list[tuple[str, PromptError]]]:
+    """The valid rows, and id and error of the others. Under a `task_id` rows may be joined."""
+    asks: list[Ask] = []
+    errors: list[tuple[str, PromptError]] = []
+    shared = _Shared(sampling, task_id)
+    for raw in rows:
+        try:
+            asks.append(shared.parse(raw))
+        except PromptError as exc:
+            errors.append((raw.id, exc))
+    return asks, errors
 
 
-def join_key(task_id: str, row: Row, sampling: SamplingParams) -> bytes:
-    """Of one replica, and so of one model and revision."""
-    text = "\0".join((task_id, row.model_dump_json(), sampling.model_dump_json()))
-    return blake2b(text.encode(), digest_size=16).digest()
+class _Shared:
+    """What the rows of a request have in common, and its digest, which most rows' keys begin with."""
+
+    def __init__(self, sampling: SamplingParams, task_id: str) -> None:
+        self._sampling = sampling
+        self._task_id = task_id
+        self._digest = self._begin(sampling)
+
+    def parse(self, raw: RawRow) -> Ask:
+        row = parse_row(raw)
+        if row.is_blank():
+            raise PromptError("empty", "the prompt is empty")
+        if not row.sampling:
+            return Ask(row, self._sampling, self._key(row, self._digest))
+        sampling = merge_sampling(self._sampling, row.sampling)
+        return Ask(row, sampling, self._key(row, self._begin(sampling)))
+
+    def _begin(self, sampling: SamplingParams) -> blake2b:
+        return blake2b(f"{self._task_id}\0{sampling.model_dump_json()}\0".encode(), digest_size=16)
+
+    def _key(self, row: Row, shared: blake2b) -> bytes:
+        """Of one replica, and so of one model and revision."""
+        if not self._task_id:
+            return b""
+        digest = shared.copy()
+        digest.update(ROW.dump_json(row, exclude={"sampling"}))
+        return digest.digest()
+
+
+ROW = TypeAdapter(Row)

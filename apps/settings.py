@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from apps.logs import LogFormat
 from apps.schema import MAX_REQUEST_BYTES
 
 EMBEDDED_MODEL = Path(__file__).resolve().parents[1] / "models" / "arithmetic"
@@ -118,6 +119,9 @@ class AppSettings(BaseSettings):
     """Bearer token that every request must carry but those to `/health` and `/ready`."""
     api_token_secret: str = ""
     """Name of the Flyte secret that holds `api_token`, for app and clients; read at deploy."""
+
+    log_format: LogFormat = "plain"
+    """`json`: an object a line, for a collector of logs."""
 
     simulated: SimulatedSettings = SimulatedSettings()
 

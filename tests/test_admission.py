@@ -11,7 +11,7 @@ import pytest
 from apps.admission import Admission
 from apps.engines.simulated import SimulatedEngine
 from apps.errors import EngineError, EngineOverloaded, EngineTimeout, EngineUnavailable, PromptError
-from apps.jobs import Ask, parse_ask
+from apps.jobs import Ask, parse_asks
 from apps.schema import RawRow, RowResult, SamplingParams
 from apps.settings import AppSettings
 from tests.engines import FaultyEngine, HeldEngine, make_row, make_settings, until
@@ -27,7 +27,7 @@ async def admitting(engine: SimulatedEngine, settings: AppSettings) -> AsyncIter
 
 
 def make_ask(number: int = 0, task_id: str = "") -> Ask:
-    return parse_ask(make_row(str(number), f"Question {number}?"), SAMPLING, task_id)
+    return parse_asks([make_row(str(number), f"Question {number}?")], SAMPLING, task_id)[0][0]
 
 
 async def run_rows(admission: Admission, prompts: list[object]) -> list[RowResult]:
@@ -37,13 +37,8 @@ async def run_rows(admission: Admission, prompts: list[object]) -> list[RowResul
 
 async def answer(admission: Admission, rows: list[RawRow], task_id: str = "") -> list[RowResult]:
     """Waits for all rows, as a request does; when cancelled, leaves them."""
-    results: dict[str, RowResult] = {}
-    asks = []
-    for row in rows:
-        try:
-            asks.append(parse_ask(row, SAMPLING, task_id))
-        except PromptError as exc:
-            results[row.id] = admission.refuse(row.id, exc)
+    asks, errors = parse_asks(rows, SAMPLING, task_id)
+    results = {row_id: admission.refuse(row_id, error) for row_id, error in errors}
     jobs = admission.submit(asks)
     try:
         for job in jobs:

@@ -12,7 +12,7 @@ from apps.admission import Admission
 from apps.engines.base import Completion, RenderedPrompt
 from apps.engines.simulated import SimulatedEngine
 from apps.errors import EngineError, PromptError
-from apps.jobs import parse_ask
+from apps.jobs import parse_asks
 from apps.schema import Row, SamplingParams
 from apps.settings import AppSettings
 from tests.engines import make_row, make_settings
@@ -47,7 +47,7 @@ async def ask(admission: Admission, chance: random.Random, number: int) -> None:
     """One request of a few rows, some of them another's too, whose caller may leave half-way."""
     task_id = f"task {number // 3}"
     rows = [make_row(str(n), f"{task_id} row {n}") for n in range(chance.randint(1, 8))]
-    jobs = admission.submit([parse_ask(row, SamplingParams(), task_id) for row in rows])
+    jobs = admission.submit(parse_asks(rows, SamplingParams(), task_id)[0])
     try:
         patience_s = chance.choice([0, 0.002, 0.01, 30, 30, 30])
         _, pending = await asyncio.wait([job.done for job in jobs], timeout=patience_s)
@@ -84,7 +84,7 @@ async def test_the_same_seed_answers_a_row_alike_however_it_is_asked() -> None:
     async with Admission(engine, settings) as admission:
         texts = set()
         for task_id in ("", "a", "b", "a"):
-            (job,) = admission.submit([parse_ask(make_row(), SamplingParams(), task_id)])
+            (job,) = admission.submit(parse_asks([make_row()], SamplingParams(), task_id)[0])
             texts.add((await job.done).text)
         assert len(texts) == 1
         assert (admission.completed, admission.joined) == (3, 1)

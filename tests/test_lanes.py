@@ -12,14 +12,15 @@ from apps import admission as admission_module
 from apps.admission import Admission
 from apps.engines.simulated import SimulatedEngine
 from apps.errors import EngineOverloaded, EngineUnavailable
-from apps.jobs import Ask, parse_ask
+from apps.jobs import Ask, parse_asks
 from apps.schema import SamplingParams
 from tests.engines import HeldEngine, make_row, make_settings, until
 
 
 def make_asks(num_rows: int, prefix: str = "batch", task_id: str = "") -> list[Ask]:
     sampling = SamplingParams(max_tokens=32)
-    return [parse_ask(make_row(str(n), f"{prefix} {n}?"), sampling, task_id) for n in range(num_rows)]
+    rows = (make_row(str(n), f"{prefix} {n}?") for n in range(num_rows))
+    return parse_asks(rows, sampling, task_id)[0]
 
 
 async def test_an_interactive_row_enters_at_once_while_5000_rows_wait() -> None:
@@ -159,11 +160,11 @@ async def test_the_cost_of_a_row_is_its_prompt_and_what_it_may_generate() -> Non
     settings = make_settings(max_model_len=100)
     engine = SimulatedEngine(settings)
     async with Admission(engine, settings) as admission:
-        asks = [
-            parse_ask(make_row("0", "x" * 39), SamplingParams(max_tokens=20), ""),
-            parse_ask(make_row("1", "x" * 39), SamplingParams(max_tokens=1000), ""),
+        rows = [
+            make_row("0", "x" * 39, sampling={"max_tokens": 20}),
+            make_row("1", "x" * 39, sampling={"max_tokens": 1000}),
         ]
-        for job in admission.submit(asks):
+        for job in admission.submit(parse_asks(rows, SamplingParams())[0]):
             await job.done
         assert admission.stats()["total_batch_cost"] == (10 + 20) + (10 + 90)
     await engine.close()

@@ -100,10 +100,17 @@ def test_plain_lines_name_time_level_and_logger(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("log_format", ["plain", "json"])
-def test_leaving_gives_everything_back(log_format: LogFormat) -> None:
-    names = ("", "apps", "uvicorn", "flyte", "flyte.user")
-    before = [(one.handlers[:], one.level, one.propagate) for one in map(logging.getLogger, names)]
+def test_leaving_gives_everything_back(log_format: LogFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_uvicorn = logging.StreamHandler()
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "handlers", [of_uvicorn])
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", False)
+    before = state()
     with log_lines(log_format, {}):
-        assert logging.getLogger("apps").level == logging.INFO
-    after = [(one.handlers[:], one.level, one.propagate) for one in map(logging.getLogger, names)]
-    assert after == before
+        assert state() != before
+        assert (of_uvicorn in logging.getLogger("uvicorn").handlers) == (log_format == "plain")
+    assert state() == before
+
+
+def state() -> list[tuple[set[logging.Handler], int, bool]]:
+    loggers = map(logging.getLogger, ("", "apps", "uvicorn", "flyte", "flyte.user"))
+    return [(set(logger.handlers), logger.level, logger.propagate) for logger in loggers]
