@@ -17,7 +17,9 @@ REQUEST_TIMEOUT_S = 3600
 
 settings = AppSettings()
 
-gpu = None if settings.accelerator == "cpu" else flyte.GPU(settings.accelerator, 1)
+gpu = (
+    None if settings.accelerator == "cpu" else flyte.GPU(settings.accelerator, settings.num_gpus)  # type: ignore[arg-type]  # its literal ends at 8
+)
 
 image = flyte.Image.from_debian_base(python_version=(3, 12), name="saturate-app").with_pip_packages(
     "vllm==0.32.0",

