@@ -7,16 +7,16 @@ import hmac
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers
-from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from apps.error_body import Failure
 from apps.settings import AppSettings
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Probes of a platform carry no token."""
 BODY_TIMEOUT_S = 60.0
 """Longest pause between two pieces of a body."""
-UNAUTHORIZED = PlainTextResponse("a valid bearer token is required", 401, {"WWW-Authenticate": "Bearer"})
+UNAUTHORIZED = Failure(401, "a valid bearer token is required").response({"WWW-Authenticate": "Bearer"})
 CLOSE = {"Connection": "close"}
 """Where the rest of a body will not be read."""
 

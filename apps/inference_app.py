@@ -19,6 +19,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from flyte.app.extras import FastAPIAppEnvironment
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from apps import environments
 from apps.admission import Admission
@@ -27,6 +28,7 @@ from apps.answer import ResultStream, finished_rows
 from apps.engines.base import Engine
 from apps.engines.simulated import SimulatedEngine
 from apps.engines.vllm_engine import VLLMEngine
+from apps.error_body import Failure
 from apps.errors import EngineOverloaded, EngineUnavailable
 from apps.exposition import CONTENT_TYPE, StatsCollector, exposition
 from apps.gpu import GpuCollector
@@ -75,6 +77,9 @@ def create_app(
 
     @asynccontextmanager
     async def _serving(app: FastAPI, engine: Engine, settings: AppSettings) -> AsyncIterator[None]:
+        from apps.openai_api import router  # takes two seconds, and drivers import this module
+
+        app.include_router(router)
         async with (
             Admission(engine, settings, on_dead) as admission,
             drain_on_sigterm(admission, settings.drain_s),
@@ -101,9 +106,10 @@ def create_app(
     app.add_api_route("/ready", ready)
     app.add_api_route("/stats", stats)
     app.add_api_route("/metrics", metrics, response_class=PlainTextResponse)
-    app.add_exception_handler(EngineOverloaded, _ask_again_later)
-    app.add_exception_handler(EngineUnavailable, _ask_again_later)
-    app.add_exception_handler(RequestValidationError, _name_first_error)
+    app.add_exception_handler(EngineOverloaded, _engine_error)
+    app.add_exception_handler(EngineUnavailable, _engine_error)
+    app.add_exception_handler(StarletteHTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_middleware(Guard)
     return app
 
@@ -169,19 +175,22 @@ async def metrics(request: Request) -> Response:
     return Response(body, media_type=CONTENT_TYPE)
 
 
-async def _ask_again_later(_: Request, exc: Exception) -> Response:
+async def _engine_error(_: Request, exc: Exception) -> Response:
     assert isinstance(exc, EngineOverloaded | EngineUnavailable)
-    status = 429 if isinstance(exc, EngineOverloaded) else 503
-    headers = {"Retry-After": str(max(1, round(exc.retry_after_s)))}
-    return Response(str(exc), status_code=status, headers=headers, media_type="text/plain")
+    return Failure.of_engine(exc).response()
 
 
-async def _name_first_error(_: Request, exc: Exception) -> Response:
-    """422 with the first field that is wrong. FastAPI's own answer repeats the whole input."""
+async def _http_error(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, StarletteHTTPException)
+    return Failure(exc.status_code, exc.detail).response(dict(exc.headers or {}))
+
+
+async def _validation_error(_: Request, exc: Exception) -> Response:
+    """The first field that is wrong. FastAPI's own answer repeats the whole input."""
     assert isinstance(exc, RequestValidationError)
     first = exc.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
-    return Response(as_error(f"{field}: {first['msg']}"), status_code=422, media_type="text/plain")
+    return Failure(422, f"{field}: {first['msg']}", param=as_error(field)).response()
 
 
 app = create_app()

@@ -23,7 +23,7 @@ from apps.engines.simulated import SimulatedEngine
 from apps.errors import EngineError
 from apps.inference_app import create_app
 from apps.openai_answers import ChatForm
-from apps.openai_api import EventStream, router
+from apps.openai_api import EventStream
 from apps.openai_requests import ChatRequest, parse_request
 from apps.schema import SamplingParams
 from apps.settings import AppSettings
@@ -102,7 +102,6 @@ async def served(
     make_engine: Callable[[AppSettings], SimulatedEngine] = SimulatedEngine, **settings: Any
 ) -> AsyncIterator[Served]:
     app = create_app(make_engine, lambda: make_settings(**settings), on_dead=lambda: None)
-    app.include_router(router)
     async with (
         serve(app) as endpoint,
         AsyncOpenAI(base_url=f"{endpoint}/v1", api_key="none", max_retries=0) as client,
