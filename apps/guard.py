@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 
 from fastapi import HTTPException
@@ -17,8 +18,10 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 BODY_TIMEOUT_S = 60.0
 """Longest pause between two pieces of a body."""
 UNAUTHORIZED = Failure(401, "a valid bearer token is required").response({"WWW-Authenticate": "Bearer"})
+DISCARD_FACTOR = 8
+"""How many times too long a body may be for its client to learn that it was too long."""
 CLOSE = {"Connection": "close"}
-"""Where the rest of a body will not be read."""
+"""Where the rest of a body may not be read."""
 
 
 class Guard:
@@ -54,8 +57,10 @@ class Guard:
             num_bytes += len(message.get("body", b""))
             self._open_bytes += len(message.get("body", b""))
             if num_bytes > settings.max_request_bytes:
+                await discard(receive, message, DISCARD_FACTOR * settings.max_request_bytes)
                 raise HTTPException(413, f"the body exceeds {settings.max_request_bytes} bytes", CLOSE)
             if self._open_bytes > settings.max_open_bytes:
+                await discard(receive, message, settings.max_request_bytes)
                 error = f"open requests hold {settings.max_open_bytes} bytes"
                 raise HTTPException(429, error, {**CLOSE, "Retry-After": "1"})
             return message
@@ -66,6 +71,15 @@ class Guard:
             await self._app(scope, guarded, send)
         finally:
             self._open_bytes -= num_bytes
+
+
+async def discard(receive: Receive, message: Message, max_bytes: int) -> None:
+    """The rest of a body: a client that is still sending when its connection closes sees no answer."""
+    with contextlib.suppress(TimeoutError):
+        while message.get("more_body", False) and max_bytes > 0:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                message = await receive()
+            max_bytes -= len(message.get("body", b""))
 
 
 def is_authorized(settings: AppSettings, path: str, authorization: str) -> bool:

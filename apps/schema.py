@@ -334,7 +334,7 @@ class GenerateRequest(BaseModel):
     """What the caller believes is served; another model answers 409. Empty accepts any."""
     model_revision: str = ""
     """As `model`, of its revision."""
-    deadline_s: float | None = Field(None, gt=0)
+    deadline_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Seconds after which unfinished rows are aborted and answered with `timeout`."""
 
     @model_validator(mode="after")
