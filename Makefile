@@ -31,6 +31,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
+	$(BIN)/python -m benchmarks.app_cost
 	$(BIN)/python -m benchmarks.throughput
 
 $(STAMP): requirements/$(EXTRA).txt

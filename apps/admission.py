@@ -110,17 +110,17 @@ class Admission:
     @property
     def queued(self) -> int:
         """Rows that wait for the engine or are rendered."""
-        return sum(len(lane.queue) for lane in self._lanes)
+        return len(self.batch.queue) + len(self.interactive.queue)
 
     @property
     def rows(self) -> int:
         """Rows in the engine."""
-        return sum(lane.rows for lane in self._lanes)
+        return len(self.batch.running) + len(self.interactive.running)
 
     @property
     def tokens(self) -> int:
         """Tokens that the rows in the engine may come to hold."""
-        return sum(lane.tokens for lane in self._lanes)
+        return self.batch.tokens + self.interactive.tokens
 
     def check_alive(self) -> None:
         """Raises `EngineUnavailable` if the engine or a loop of a batcher has died."""

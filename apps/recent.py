@@ -24,9 +24,9 @@ class Recent:
         self._num_chars = 0
 
     def get(self, key: bytes) -> RowResult | None:
-        self._drop_old()
         entry = self._results.get(key)
-        return entry[1] if entry else None
+        is_fresh = entry is not None and entry[0] >= self._clock() - MAX_AGE_S
+        return entry[1] if entry and is_fresh else None
 
     def put(self, key: bytes, result: RowResult) -> None:
         self._remove(key)

@@ -54,14 +54,9 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _check_unicode(text: str) -> str:
-    if not is_unicode(text):
-        raise ValueError("not Unicode text")
-    return text
-
-
-Text = Annotated[str, AfterValidator(_check_unicode)]
-SomeText = Annotated[str, Field(min_length=1), AfterValidator(_check_unicode)]
+Text = Annotated[str, Field(min_length=0)]
+"""Without lone surrogates: pydantic refuses them where a string has any constraint."""
+SomeText = Annotated[str, Field(min_length=1)]
 
 
 class Strict(BaseModel):
@@ -107,7 +102,7 @@ class Message(Strict):
     """One turn of a conversation; the model's own chat template turns a list of them into a prompt."""
 
     role: Text
-    content: Annotated[str, BeforeValidator(_join_parts), AfterValidator(_check_unicode)]
+    content: Annotated[Text, BeforeValidator(_join_parts)]
     """Text, or a list of `{"type": "text", "text": …}`, which becomes text."""
 
 
@@ -195,7 +190,7 @@ def _check_bad_words(words: list[str]) -> list[str]:
     return words
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_check_unicode)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 
 

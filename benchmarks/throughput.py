@@ -111,10 +111,15 @@ async def measure_pairs() -> tuple[str, list[tuple[Measured, Measured]]]:
     return name, pairs[1:]
 
 
-def report(engine: str, pairs: list[tuple[Measured, Measured]]) -> None:
+def machine() -> str:
+    """Commit and computer, for the line below a table."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
+    return f"commit {commit or 'none'}, {platform.platform()}, {os.cpu_count()} cores"
+
+
+def report(engine: str, pairs: list[tuple[Measured, Measured]]) -> None:
     table = Table(
         "pair", "direct rows/s", "app rows/s", "app / direct", "direct CPU µs/row", "app CPU µs/row"
     )
@@ -129,9 +134,7 @@ def report(engine: str, pairs: list[tuple[Measured, Measured]]) -> None:
         f"app / direct: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}, "
         f"{len(ratios)} pairs of {len(load_rows())} rows, {pairs[0][1].completion_tokens} completion tokens"
     )
-    console.print(
-        f"make bench, commit {commit or 'none'}, {engine}, {platform.platform()}, {os.cpu_count()} cores"
-    )
+    console.print(f"python -m benchmarks.throughput, {engine}, {machine()}")
 
 
 def main() -> None:
