@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from apps.admission import Admission
-from apps.answer import wait_for_disconnect
+from apps.answer import SEND_TIMEOUT_S, wait_for_disconnect
 from apps.error_body import Failure
 from apps.errors import EngineOverloaded, EngineUnavailable
 from apps.jobs import Ask, Job
@@ -29,8 +29,6 @@ from apps.schema import RowResult
 
 logger = logging.getLogger(__name__)
 
-SEND_TIMEOUT_S = 60.0
-"""A reader that takes nothing for so long has gone, whatever its connection says."""
 DONE = b"data: [DONE]\n\n"
 
 router = APIRouter(prefix="/v1")
@@ -63,7 +61,7 @@ async def _respond(
     except ClientDisconnect:
         return Response(status_code=499)
     answer = form.whole(results, usage_of(results, len(asked.samplings)))
-    return Response(_json(answer), media_type="application/json")
+    return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
 async def _finish(asked: Asked, admission: Admission, receive: Receive) -> list[RowResult]:
@@ -90,6 +88,9 @@ async def follow(asked: Asked, admission: Admission, receive: Receive) -> AsyncG
         new_text.setdefault(index, []).append(text)
         wake.set()
 
+    def note_end(index: int, _: asyncio.Future[RowResult]) -> None:
+        note(index)
+
     asks = [
         Ask(row, sampling, on_text=partial(note, index) if asked.stream else None)
         for index, (row, sampling) in enumerate(product(asked.rows, asked.samplings))
@@ -99,7 +100,7 @@ async def follow(asked: Asked, admission: Admission, receive: Receive) -> AsyncG
     gone.add_done_callback(lambda _: wake.set())
     try:
         for index, job in enumerate(jobs):
-            job.done.add_done_callback(lambda _, index=index: note(index))  # type: ignore[misc]
+            job.done.add_done_callback(partial(note_end, index))
         unfinished = dict(enumerate(jobs))
         while unfinished:
             await wake.wait()
@@ -184,7 +185,3 @@ async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
 def _event(chunk: BaseModel) -> bytes:
     """ASCII, for clients that end lines wherever Unicode does."""
     return b"data: " + chunk.model_dump_json(exclude_unset=True, ensure_ascii=True).encode() + b"\n\n"
-
-
-def _json(answer: BaseModel) -> str:
-    return answer.model_dump_json(exclude_unset=True)
