@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE, STDOUT
+from typing import Any
 
 import httpx
+import openai
 import pytest
 import pytest_asyncio
+from openai import AsyncOpenAI
 
 from apps.local import LocalApp, local_app
 from tests.conftest import ROOT
@@ -24,6 +31,22 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 PROBLEMS = ROOT / "models" / "arithmetic" / "problems.jsonl"
+MODEL = "models/arithmetic"
+QUESTION: list[Any] = [
+    {
+        "role": "user",
+        "content": "Clara fills 3 jars and puts 12 candles into each. How many candles does Clara need?",
+    }
+]
+BENCH = """
+import argparse, json, sys
+from vllm.benchmarks import serve
+for options in json.loads(sys.argv[1]):
+    parser = argparse.ArgumentParser()
+    serve.add_cli_args(parser)
+    serve.main(parser.parse_args(options))
+"""
+"""`vllm bench serve` once with each list of options; vLLM's CPU build has no command line that starts."""
 
 
 @dataclass
@@ -107,6 +130,105 @@ async def test_the_app_says_what_it_serves(vllm: Running) -> None:
     assert stats["max_in_flight"] == 2 * card["max_num_seqs"]
     assert stats["max_in_flight_tokens"] > 100_000
     assert stats["completed"] > 0
+
+
+def client_of(vllm: Running) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{vllm.endpoint}/v1", api_key="none", max_retries=0)
+
+
+async def test_openai_clients_are_answered_whole_and_streamed(vllm: Running) -> None:
+    async with client_of(vllm) as client:
+        chat, text = client.chat.completions, client.completions
+        whole = await chat.create(model=MODEL, messages=QUESTION, temperature=0)
+        stream = await chat.create(
+            model=MODEL, messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+        *chunks, last = [chunk async for chunk in stream]
+        both = await text.create(model=MODEL, prompt=[[5, 6], [7]], n=2, max_tokens=4, seed=1)
+        cut = await chat.create(model=MODEL, messages=QUESTION, temperature=0, stop=["\n"])
+    answer = whole.choices[0].message.content or ""
+    assert answer.endswith("#### 36")
+    assert whole.choices[0].finish_reason == "stop"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer
+    assert len(chunks) > 5
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert last.usage == whole.usage
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert both.usage is not None
+    assert both.usage.completion_tokens == 16
+    assert cut.choices[0].message.content == answer.partition("\n")[0]
+
+
+async def test_a_json_schema_is_followed(vllm: Running) -> None:
+    """The penalty keeps this model, which never saw JSON, from indenting for ever."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "answer": {"type": "integer", "minimum": 0, "maximum": 99},
+            "unit": {"enum": ["jars", "candles"]},
+        },
+        "required": ["answer", "unit"],
+        "additionalProperties": False,
+    }
+    async with client_of(vllm) as client:
+        completion = await client.chat.completions.create(
+            model=MODEL,
+            messages=QUESTION,
+            temperature=0,
+            frequency_penalty=2,
+            max_tokens=500,
+            response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+        )
+    (choice,) = completion.choices
+    fields = json.loads(choice.message.content or "")
+    assert fields.keys() == {"answer", "unit"}
+    assert 0 <= fields["answer"] <= 99
+    assert fields["unit"] in ("jars", "candles")
+    assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"prompt": "pear " * 3000}, "context_length_exceeded"),
+        ({"prompt": "pear " * 3000, "stream": True}, "context_length_exceeded"),
+        ({"prompt": [10**9]}, "invalid_prompt"),
+        ({"prompt": "a", "extra_body": {"structured_outputs": {"regex": "("}}}, "invalid_schema"),
+        ({"prompt": "a", "echo": True}, "unsupported_parameter"),
+    ],
+    ids=["long", "long, streamed", "unknown token", "bad regex", "echo"],
+)
+async def test_openai_clients_are_told_what_is_wrong(vllm: Running, fields: Any, code: str) -> None:
+    async with client_of(vllm) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model=MODEL, **fields)
+    assert caught.value.code == code
+
+
+async def test_the_bench_of_vllm_completes_every_request(vllm: Running, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"What is {n} + {n}?"}) for n in range(64)))
+    common = (
+        f"--base-url {vllm.endpoint} --model {MODEL} --num-prompts 64 --max-concurrency 16 --disable-tqdm"
+    )
+    saved = f"--save-result --result-dir {tmp_path} --result-filename"
+    text = "--backend openai --endpoint /v1/completions --dataset-name random --random-input-len 40"
+    chat = "--backend openai-chat --endpoint /v1/chat/completions --dataset-name custom"
+    options = [
+        f"{common} {text} --random-output-len 8 --ignore-eos {saved} text.json".split(),
+        f"{common} {chat} --dataset-path {prompts} --custom-output-len 32 {saved} chat.json".split(),
+    ]
+    bench = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", BENCH, json.dumps(options), cwd=ROOT, stdout=PIPE, stderr=STDOUT
+    )
+    output, _ = await bench.communicate()
+    assert bench.returncode == 0, output.decode()
+    for name in ("text", "chat"):
+        result = json.loads((tmp_path / f"{name}.json").read_text())
+        assert (result["completed"], result["failed"]) == (64, 0)
+        assert min(result["mean_ttft_ms"], result["mean_itl_ms"]) > 0
+        if name == "text":
+            assert result["total_output_tokens"] == 64 * 8
 
 
 async def test_no_process_of_a_killed_app_is_left(vllm: Running) -> None:
