@@ -6,12 +6,33 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from apps.engines.base import EngineLimits
 from apps.error_body import Failure
 from apps.openai_requests import Asked, BaseRequest, ChatRequest, CompletionRequest, parse_request
 from apps.schema import SamplingParams
 
+ANY_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["text", "json_schema"]),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=3)
+            | st.sampled_from(["role", "content", "type", "text", "json_schema", "schema", "name"]),
+            children,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+FIELDS = sorted(ChatRequest.model_fields | CompletionRequest.model_fields | SamplingParams.model_fields)
 LIMITS = EngineLimits("sim", "rev", "simulated 1", max_model_len=100, max_num_seqs=4, kv_cache_tokens=1000)
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}}
@@ -263,3 +284,17 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     failure = failure_of(ChatRequest, body)
     assert (failure.status, failure.code) == (400, "invalid_json")
     assert len(failure.body().error.message) <= 200
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.sampled_from([ChatRequest, CompletionRequest]),
+    st.dictionaries(st.sampled_from(FIELDS), ANY_JSON, max_size=3),
+)
+def test_any_body_is_taken_or_refused(kind: type[BaseRequest], fields: dict[str, Any]) -> None:
+    body = json.dumps({"messages": MESSAGES, **fields} if kind is ChatRequest else {"prompt": "a", **fields})
+    try:
+        assert parse_request(kind, body.encode(), LIMITS, max_rows=200).samplings
+    except Failure as failure:
+        assert failure.status in (400, 404)  # noqa: PT017  # both outcomes are right
+        failure.body().model_dump_json().encode()
