@@ -16,7 +16,8 @@ from pydantic_core import from_json
 
 from apps.engines.base import EngineLimits
 from apps.error_body import Failure
-from apps.schema import Message, Row, SamplingParams, Strict, Text
+from apps.schema import Message, Row, SamplingParams
+from apps.strict import Strict, Text
 
 MAX_N = 128
 """Completions of one prompt: OpenAI's own limit."""

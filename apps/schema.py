@@ -6,8 +6,6 @@ row and its neighbours are answered.
 
 from __future__ import annotations
 
-import json
-from functools import cache
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -25,6 +23,11 @@ from pydantic import (
 )
 
 from apps.errors import PERMANENT_KINDS, ErrorKind, PromptError
+from apps.strict import MAX_ERROR_CHARS as MAX_ERROR_CHARS
+from apps.strict import SomeText, Strict, Text
+from apps.strict import as_error as as_error
+from apps.strict import is_unicode as is_unicode
+from apps.structured import StructuredOutputs
 
 NDJSON = "application/x-ndjson"
 """Media type of a stream of `/generate`: a JSON object a line, lines ended by newline bytes alone."""
@@ -34,51 +37,8 @@ MAX_REQUEST_BYTES = 8_000_000
 
 FinishReason = Literal["stop", "length"]
 
-MAX_ERROR_CHARS = 200
-
 CHARS_PER_TOKEN = 4
 """Where tokens are estimated: what English text has in the usual vocabularies."""
-
-
-def as_error(text: str) -> str:
-    """`text` for an answer or a log: short, and without what UTF-8 cannot encode."""
-    return text[:MAX_ERROR_CHARS].encode(errors="backslashreplace").decode()
-
-
-def is_unicode(text: str) -> bool:
-    """False for lone surrogates, which JSON can hold and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-Text = Annotated[str, Field(min_length=0)]
-"""Without lone surrogates: pydantic refuses them where a string has any constraint."""
-SomeText = Annotated[str, Field(min_length=1)]
-
-
-class Strict(BaseModel):
-    """Rejects unknown fields and does not coerce: `"0.5"` is no float, `true` is no int."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _knows_every_field(cls, fields: Any) -> Any:
-        """Pydantic itself would list all unknown ones, be they a million, and breaks at lone surrogates."""
-        if isinstance(fields, dict):
-            known = _field_names(cls)
-            for name in fields:
-                if name not in known:
-                    raise ValueError(f"unknown field {as_error(str(name))}")
-        return fields
-
-
-@cache
-def _field_names(model: type[BaseModel]) -> frozenset[str]:
-    return frozenset(info.alias or name for name, info in model.model_fields.items())
 
 
 class TextPart(Strict):
@@ -104,71 +64,6 @@ class Message(Strict):
     role: Text
     content: Annotated[Text, BeforeValidator(_join_parts)]
     """Text, or a list of `{"type": "text", "text": …}`, which becomes text."""
-
-
-MAX_GRAMMAR_BYTES = 65_536
-"""Of one schema, regular expression, grammar or list of choices, as UTF-8."""
-MAX_CHOICES = 1_000
-MAX_SCHEMA_DEPTH = 64
-"""Levels of objects and arrays in a JSON schema: vLLM's own limit."""
-
-
-def _canonical_schema(schema: Any) -> Any:
-    """A JSON schema as text. vLLM's transport takes no integer beyond 64 bits in any other form."""
-    if schema is None:
-        return None
-    if isinstance(schema, str):
-        _check_bytes(schema)
-    try:
-        parsed = json.loads(schema) if isinstance(schema, str) else schema
-        if not isinstance(parsed, dict):
-            raise ValueError("a schema is a JSON object")
-        text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
-    except RecursionError:
-        raise ValueError(f"nested deeper than {MAX_SCHEMA_DEPTH} levels") from None
-    _check_depth(parsed)
-    return text
-
-
-def _check_depth(parsed: Any) -> None:
-    level = [parsed]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        children = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
-        level = [child for child in children if isinstance(child, dict | list)]
-        if not level:
-            return
-    raise ValueError(f"nested deeper than {MAX_SCHEMA_DEPTH} levels")
-
-
-def _check_bytes(text: str) -> str:
-    if len(text.encode()) > MAX_GRAMMAR_BYTES:
-        raise ValueError(f"more than {MAX_GRAMMAR_BYTES} bytes")
-    return text
-
-
-GrammarText = Annotated[SomeText, AfterValidator(_check_bytes)]
-
-
-class StructuredOutputs(Strict):
-    """What the text must match, under vLLM's names: exactly one of the fields."""
-
-    model_config = ConfigDict(serialize_by_alias=True)
-
-    json_schema: Annotated[GrammarText | None, BeforeValidator(_canonical_schema)] = Field(None, alias="json")
-    """A JSON schema, as an object or as text."""
-    regex: GrammarText | None = None
-    choice: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
-    grammar: GrammarText | None = None
-    """In GBNF or Lark."""
-    json_object: Literal[True] | None = None
-    """Any JSON object."""
-
-    @model_validator(mode="after")
-    def _has_one(self) -> Self:
-        if sum(value is not None for value in self.__dict__.values()) != 1:
-            raise ValueError("exactly one of json, regex, choice, grammar and json_object must be given")
-        _check_bytes("".join(self.choice or ()))
-        return self
 
 
 def _check_single(n: int) -> int:
@@ -208,8 +103,8 @@ class SamplingParams(Strict):
     """Completion tokens at most; a completion that reaches it has `finish_reason="length"`."""
     min_tokens: int = Field(0, ge=0, lt=2**31)
     """Completion tokens before the model's end or one of `stop_token_ids` counts."""
-    stop: Annotated[list[StopString], Field(max_length=64, fail_fast=True)] = []
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] = []
+    stop: list[StopString] = Field([], max_length=64, fail_fast=True)
+    stop_token_ids: list[TokenId] = Field([], max_length=64, fail_fast=True)
     """vLLM has room for 128 with the model's own, and on a GPU finds that out in the worker."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
@@ -217,11 +112,9 @@ class SamplingParams(Strict):
     repetition_penalty: float = Field(1.0, ge=0.01, le=100.0)
     """vLLM takes any positive number; logits divided by a far smaller one are not finite."""
     ignore_eos: bool = False
-    bad_words: Annotated[
-        list[SomeText],
-        Field(max_length=64, fail_fast=True),
-        AfterValidator(_check_bad_words),
-    ] = []
+    bad_words: Annotated[list[SomeText], AfterValidator(_check_bad_words)] = Field(
+        [], max_length=64, fail_fast=True
+    )
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None

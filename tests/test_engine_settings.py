@@ -63,7 +63,8 @@ def config_of(**overrides: Any) -> Any:
         pytest.param(
             {"pipeline_parallel_size": 2}, "parallel", "pipeline_parallel_size", 2, id="pipeline parallel"
         ),
-        pytest.param({}, "structured_outputs", "backend", "xgrammar", id="grammar compiler"),
+        pytest.param({}, "structured_outputs", "backend", "guidance", id="grammar compiler"),
+        pytest.param({}, "structured_outputs", "disable_any_whitespace", True, id="whitespace"),
         pytest.param(
             {"profiler_dir": "/traces"}, "profiler", "torch_profiler_dir", "/traces", id="profiler_dir"
         ),

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from apps.errors import PromptError
 from apps.schema import (
-    MAX_ERROR_CHARS,
-    MAX_GRAMMAR_BYTES,
     Message,
     RawRow,
     Row,
@@ -21,6 +19,8 @@ from apps.schema import (
     merge_sampling,
     parse_row,
 )
+from apps.strict import MAX_ERROR_CHARS
+from apps.structured import MAX_SCHEMA_BYTES
 from tests.engines import make_row
 
 HUGE = 10**5_000
@@ -138,12 +138,24 @@ def test_wrong_sampling_is_named(sampling: Any, message: str) -> None:
         pytest.param({"json": nested(65, dict)}, id="65 levels"),
         pytest.param({"json": nested(100_000, dict)}, id="very deep object"),
         pytest.param({"json": "[" * 60_000}, id="very deep text"),
-        pytest.param({"json": {"const": "x" * MAX_GRAMMAR_BYTES}}, id="large schema"),
-        pytest.param({"regex": "é" * (MAX_GRAMMAR_BYTES // 2 + 1)}, id="large regex"),
+        pytest.param({"json": {"description": "é" * (MAX_SCHEMA_BYTES // 2)}}, id="large schema"),
+        pytest.param({"json": "[" * (MAX_SCHEMA_BYTES + 1)}, id="large schema as text"),
+        pytest.param({"json": {"const": "x" * 1_001}}, id="long string in a schema"),
+        pytest.param({"json": {"properties": {"x" * 1_001: {}}}}, id="long name in a schema"),
+        pytest.param({"json": {"type": "array", "maxItems": 10**9}}, id="maxItems"),
+        pytest.param({"json": {"anyOf": [{"type": "array", "minItems": 1e5}]}}, id="minItems"),
+        pytest.param({"json": {"type": "string", "pattern": "a{100000}"}}, id="pattern"),
+        pytest.param({"json": {"patternProperties": {"a{2,1001}": {}}}}, id="patternProperties"),
+        pytest.param({"regex": "a" * 1_001}, id="long regex"),
+        pytest.param({"regex": "a{1001}"}, id="repeats"),
+        pytest.param({"regex": "a{1,999999999999}"}, id="many repeats"),
+        pytest.param({"grammar": 'root ::= root root | "a"'}, id="grammar"),
         pytest.param({"regex": ""}, id="empty regex"),
         pytest.param({"choice": []}, id="no choice"),
         pytest.param({"choice": ["a"] * 1_001}, id="many choices"),
         pytest.param({"choice": ["a" * 1_000] * 100}, id="large choices"),
+        pytest.param({"choice": ["a" * 1_001]}, id="long choice"),
+        pytest.param({"choice": [""]}, id="empty choice"),
         pytest.param({"json_object": False}, id="json_object"),
         pytest.param({"structural_tag": "{}"}, id="unknown"),
         pytest.param(nested(100_000), id="deep list"),
@@ -163,7 +175,9 @@ def test_malformed_structured_outputs_are_invalid_schema(structured: Any) -> Non
         pytest.param({"json": '{"maximum": 36893488147419103232}'}, id="schema as text"),
         pytest.param({"regex": "a+"}, id="regex"),
         pytest.param({"choice": ["yes", "no"]}, id="choice"),
-        pytest.param({"grammar": 'root ::= "a"'}, id="grammar"),
+        pytest.param({"regex": "a{3,1000}b{2,}"}, id="repeats"),
+        pytest.param({"json": {"type": "string", "maxLength": 10**9}}, id="maxLength"),
+        pytest.param({"json": {"description": "x" * 5_000}}, id="long description"),
         pytest.param({"json_object": True}, id="json_object"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -118,6 +119,100 @@ async def test_bad_rows_fail_alone_on_the_real_engine(vllm: Running) -> None:
     assert results["plain"]["completion_tokens"] == 3
     assert results["plain"]["finish_reason"] == "length"
     assert all(len(result["error"]) < 500 for result in results.values() if result["error"])
+
+
+async def answers_of(vllm: Running, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The results of rows that ask the same question, each with sampling parameters of its own."""
+    question = [{"role": "user", "content": "What is 2 + 2?"}]
+    body = {"rows": [{"messages": question, **row} for row in rows], "sampling": {"max_tokens": 40}}
+    async with httpx.AsyncClient(base_url=vllm.endpoint, timeout=100) as client:
+        results = (await client.post("/generate", json=body)).json()["results"]
+    return {result["id"]: result for result in results}
+
+
+async def test_structured_outputs_match_and_hostile_ones_hurt_nobody(vllm: Running) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer", "maximum": 99}, "is_even": {"type": "boolean"}},
+        "required": ["sum", "is_even"],
+        "additionalProperties": False,
+    }
+    asked: dict[str, dict[str, Any]] = {
+        "schema": {"json": schema},
+        "schema as text": {"json": json.dumps(schema)},
+        "regex": {"regex": "[0-9]{3}-[a-c]{2}"},
+        "choice": {"choice": ["an even number", 'an "odd"\nnumber']},
+        "object": {"json_object": True},
+        "slow regex": {"regex": "(.*)*(.*)*(.*)*"},
+        "exponential regex": {"regex": "(a|aa)+(a?){999}b"},
+        "endless schema": {"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+        "long string": {"json": {"type": "string", "maxLength": 10**9}},
+        "no schema": {"json": {"type": "pear"}},
+        "remote": {"json": {"$ref": "http://127.0.0.1:9/schema.json"}},
+        "open regex": {"regex": "(a"},
+        "lookahead": {"regex": "(?=a)b"},
+        "repeats": {"regex": "a{100000}"},
+        "too large": {"json": {"type": "array", "maxItems": 10**9}},
+        "grammar": {"grammar": 'root ::= root root | "a"'},
+    }
+    rows = [{"id": name, "sampling": {"structured_outputs": spec}} for name, spec in asked.items()]
+    results = await answers_of(vllm, [*rows, {"id": "neighbour"}])
+    refused = {name for name, result in results.items() if result["error_kind"] == "invalid_schema"}
+    assert refused == {
+        *("no schema", "remote", "open regex", "lookahead"),
+        *("repeats", "too large", "grammar"),
+    }
+    assert {result["error_kind"] for name, result in results.items() if name not in refused} == {None}
+    for name in ("schema", "schema as text"):
+        answer = json.loads(results[name]["text"])
+        assert answer.keys() == {"sum", "is_even"}
+        assert answer["sum"] <= 99
+    assert re.fullmatch("[0-9]{3}-[a-c]{2}", results["regex"]["text"])
+    assert results["choice"]["text"] in asked["choice"]["choice"]
+    assert results["object"]["text"].startswith("{")
+    assert results["neighbour"]["text"]
+
+
+async def test_each_row_has_its_own_sampling(vllm: Running) -> None:
+    asked: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "min_tokens": {"min_tokens": 40},
+        "ignore_eos": {"ignore_eos": True, "max_tokens": 30},
+        "stop": {"stop": ["="]},
+        "stop kept": {"stop": ["="], "include_stop_str_in_output": True},
+        "bad_words": {"bad_words": ["="]},
+        "seed": {"temperature": 2.0, "seed": 7},
+        "same seed": {"temperature": 2.0, "seed": 7},
+        "penalties": {"repetition_penalty": 100.0, "presence_penalty": 2.0, "frequency_penalty": -2.0},
+        "foreign stop token": {"stop_token_ids": [2**31 - 1]},
+        "hot": {"temperature": 2.5},
+        "twice": {"n": 2},
+    }
+    results = await answers_of(vllm, [{"id": name, "sampling": sampling} for name, sampling in asked.items()])
+    texts = {name: result["text"] for name, result in results.items()}
+    refused = {name for name, result in results.items() if result["error_kind"] == "invalid_sampling"}
+    assert refused == {"foreign stop token", "hot", "twice"}
+    assert results["min_tokens"]["completion_tokens"] == 40
+    assert results["ignore_eos"]["completion_tokens"] == 30
+    assert texts["plain"].startswith(texts["stop kept"])
+    assert texts["stop kept"] == texts["stop"] + "="
+    assert "=" not in texts["bad_words"]
+    assert texts["seed"] == texts["same seed"] != texts["plain"]
+    assert texts["penalties"]
+
+
+async def test_prompts_come_as_token_ids_and_parts(vllm: Running) -> None:
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "2 + 2?"}]
+    rows: list[dict[str, Any]] = [
+        {"id": "parts", "messages": [{"role": "user", "content": parts}]},
+        {"id": "joined", "messages": [{"role": "user", "content": "What is\n2 + 2?"}]},
+        {"id": "tokens", "prompt": [5, 6, 7], "messages": None},
+        {"id": "foreign token", "prompt": [5, 10**6], "messages": None},
+    ]
+    results = await answers_of(vllm, rows)
+    assert results["parts"]["text"] == results["joined"]["text"]
+    assert results["tokens"]["prompt_tokens"] == 3
+    assert results["foreign token"]["error_kind"] == "invalid_prompt"
 
 
 async def test_the_app_says_what_it_serves(vllm: Running) -> None:

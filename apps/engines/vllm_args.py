@@ -13,7 +13,11 @@ def engine_args(settings: AppSettings) -> Any:
     from vllm.config import ProfilerConfig, StructuredOutputsConfig
 
     profiler: dict[str, Any] = (
-        {"profiler": "torch", "torch_profiler_dir": str(settings.profiler_dir.resolve())}
+        {
+            "profiler": "torch",
+            "torch_profiler_dir": str(settings.profiler_dir.resolve()),
+            "torch_profiler_with_stack": False,  # with Python's stacks the traces take minutes to write
+        }
         if settings.profiler_dir
         else {}
     )
@@ -34,7 +38,7 @@ def engine_args(settings: AppSettings) -> Any:
         kv_offloading_size=settings.kv_offloading_size,
         speculative_config=settings.speculative and settings.speculative.model_dump(exclude_none=True),
         scheduling_policy="priority",
-        structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
+        structured_outputs_config=StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
         profiler_config=ProfilerConfig(**profiler),
         **_memory(settings),
     )

@@ -100,6 +100,10 @@ class VLLMEngine:
             raise EngineUnavailable("the engine died") from exc
         except self._failed as exc:
             raise EngineError(f"the engine failed: {exc.__cause__!r}") from exc
+        if answer.finish_reason == "error" and sampling.structured_outputs is not None:
+            raise PromptError(
+                "invalid_schema", "the engine cannot compile the grammar, or nothing matches it"
+            )
         if answer.finish_reason not in ("stop", "length"):
             raise EngineError(f"the engine ended the prompt with {answer.finish_reason!r}")
         return Completion(
@@ -127,6 +131,14 @@ class VLLMEngine:
             await self._llm.check_health()
         except self._dead as exc:
             raise EngineUnavailable("the engine died") from exc
+
+    async def start_profile(self) -> None:
+        """With `profiler_dir` alone."""
+        await self._llm.start_profile()
+
+    async def stop_profile(self) -> None:
+        """Returns once the traces are written."""
+        await self._llm.stop_profile()
 
     async def close(self) -> None:
         self._llm.shutdown(timeout=0)

@@ -1,0 +1,57 @@
+"""What every model of untrusted JSON is made of: text that UTF-8 can encode, and no unknown fields."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_ERROR_CHARS = 200
+
+
+def as_error(text: str) -> str:
+    """`text` for an answer or a log: short, and without what UTF-8 cannot encode."""
+    return text[:MAX_ERROR_CHARS].encode(errors="backslashreplace").decode()
+
+
+def is_unicode(text: str) -> bool:
+    """False for lone surrogates, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_unicode(text: str) -> str:
+    if not is_unicode(text):
+        raise ValueError("not Unicode text")
+    return text
+
+
+Text = Annotated[str, Field(min_length=0)]
+"""Without lone surrogates: pydantic refuses them where a string has any constraint."""
+SomeText = Annotated[str, Field(min_length=1)]
+
+
+class Strict(BaseModel):
+    """Rejects unknown fields and does not coerce: `"0.5"` is no float, `true` is no int."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _knows_every_field(cls, fields: Any) -> Any:
+        """Pydantic itself would list all unknown ones, be they a million, and breaks at lone surrogates."""
+        if isinstance(fields, dict):
+            known = _field_names(cls)
+            for name in fields:
+                if name not in known:
+                    raise ValueError(f"unknown field {as_error(str(name))}")
+        return fields
+
+
+@cache
+def _field_names(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(info.alias or name for name, info in model.model_fields.items())
