@@ -70,6 +70,10 @@ def config_of(**overrides: Any) -> Any:
         ),
         pytest.param({"profiler_dir": "/traces"}, "profiler", "profiler", "torch", id="profiler on"),
         pytest.param({}, "profiler", "profiler", None, id="profiler off"),
+        pytest.param(
+            {"profiler_dir": "/traces"}, "profiler", "torch_profiler_with_stack", False, id="no stacks"
+        ),
+        pytest.param({"profiler_dir": "/traces"}, "profiler", "should_profile_frontend", False, id="workers"),
     ],
 )
 def test_a_setting_reaches_the_engine(
