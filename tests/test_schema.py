@@ -69,7 +69,9 @@ def test_a_prompt_may_be_token_ids() -> None:
         pytest.param({"prompt": HUGE}, "prompt: .*, got an integer of 16610 bits", id="huge integer"),
         pytest.param({"prompt": float("nan")}, "prompt: .*, got nan", id="NaN"),
         pytest.param({"prompt": "\ud800"}, r"prompt.text: .*, got '\\ud800'", id="lone surrogate"),
-        pytest.param({"prompt": "a", "x": nested(100_000)}, "row: unknown field x", id="unknown field"),
+        pytest.param(
+            {"prompt": "a", "x": nested(100_000)}, "x: Extra inputs are not permitted", id="unknown field"
+        ),
         pytest.param(
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages.0.content.0.type: .*, got 'image_url'",
@@ -112,7 +114,7 @@ def test_a_malformed_prompt_is_named(fields: dict[str, Any], message: str) -> No
         pytest.param({"stop_token_ids": [-1]}, "sampling.stop_token_ids.0: ", id="negative stop token id"),
         pytest.param({"bad_words": ["é" * 256]}, "sampling.bad_words: more than 512 bytes", id="bad_words"),
         pytest.param({"bad_words": [""]}, "sampling.bad_words.0: ", id="empty bad word"),
-        pytest.param({"logit_bias": {}}, "sampling: unknown field logit_bias", id="unknown"),
+        pytest.param({"logit_bias": {}}, "sampling.logit_bias: Extra inputs", id="unknown"),
         pytest.param({"\ud800": 1}, r"sampling: unknown field \\ud800", id="lone surrogate"),
         pytest.param(nested(100_000), "sampling: .* got a list of 1", id="deep list"),
     ],
@@ -219,6 +221,12 @@ JSON = st.recursive(
     max_leaves=10,
 )
 NAMES = st.sampled_from([*Row.model_fields, *SamplingParams.model_fields, "json", "role", "content"])
+
+
+def test_one_of_many_unknown_fields_is_named() -> None:
+    kind, text = refusal(prompt="a", **{f"k{number}": 1 for number in range(100)})
+    assert kind == "invalid_prompt"
+    assert re.fullmatch(r"row: unknown field k\d+", text)
 
 
 @given(prompt=JSON, messages=JSON, sampling=JSON | st.dictionaries(NAMES, JSON))
