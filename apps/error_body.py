@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from fastapi import Response
 from pydantic import BaseModel
@@ -18,6 +19,20 @@ STATUS_OF_RETRYABLE: dict[ErrorKind, int] = {
     "engine_error": 503,
     "timeout": 504,
 }
+
+RETRY_AFTER = {
+    "Retry-After": {
+        "description": "Seconds before which the same request is not worth another attempt.",
+        "required": True,
+        "schema": {"type": "integer", "minimum": 1},
+    }
+}
+HEADERS = {
+    401: {"WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
+    429: RETRY_AFTER,
+    503: RETRY_AFTER,
+}
+"""For the OpenAPI schema: what a status comes with."""
 
 
 class ErrorDetail(BaseModel):
@@ -81,6 +96,14 @@ class Failure(Exception):
             headers={**retry_after, **(headers or {})},
             media_type="application/json",
         )
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that fails with these."""
+    return {
+        status: {"model": ErrorBody} | ({"headers": HEADERS[status]} if status in HEADERS else {})
+        for status in statuses
+    }
 
 
 def type_of(status: int) -> str:

@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import hmac
 
-from fastapi import HTTPException
+from fastapi import Depends, HTTPException
+from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from apps.error_body import Failure
 from apps.settings import AppSettings
 
+BEARER = Depends(HTTPBearer(auto_error=False, description="Needed where the app has an `api_token`."))
+"""Puts the scheme into the OpenAPI schema of a route. It is `Guard` that checks the token."""
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Probes of a platform carry no token."""
 BODY_TIMEOUT_S = 60.0

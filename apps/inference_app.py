@@ -13,11 +13,9 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse
 from flyte.app.extras import FastAPIAppEnvironment
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
@@ -28,12 +26,13 @@ from apps.answer import ResultStream, finished_rows
 from apps.engines.base import Engine
 from apps.engines.simulated import SimulatedEngine
 from apps.engines.vllm_engine import VLLMEngine
-from apps.error_body import Failure
+from apps.error_body import Failure, documented
 from apps.errors import EngineOverloaded, EngineUnavailable
 from apps.exposition import CONTENT_TYPE, StatsCollector, exposition
 from apps.gpu import GpuCollector
-from apps.guard import Guard
+from apps.guard import BEARER, Guard
 from apps.logs import log_lines
+from apps.metrics import Quantiles
 from apps.schema import NDJSON, GenerateRequest, GenerateResponse, ModelCard, ModelList, RowResult, as_error
 from apps.settings import AppSettings
 from apps.shutdown import drain_on_sigterm
@@ -46,6 +45,18 @@ LAST_ANSWERS_S = 1.0
 """Time for the failed rows of a dead engine to reach their callers."""
 USE_INTERVAL_S = 60.0
 """Between two lines in the log on how well the engine is used."""
+LINES = {
+    "content": {
+        NDJSON: {
+            "schema": {
+                "type": "string",
+                "description": "If accepted: a line a result as its row finishes, and last their number.",
+            }
+        }
+    },
+}
+TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+Stats = dict[str, int | float | dict[str, int] | Quantiles | None]
 
 
 def make_engine(settings: AppSettings) -> Engine:
@@ -100,18 +111,35 @@ def create_app(
                 watching.cancel()
 
     app = FastAPI(title="Saturate inference", lifespan=lifespan)
-    app.add_api_route("/generate", generate, methods=["POST"], response_model=GenerateResponse)
-    app.add_api_route("/v1/models", models)
-    app.add_api_route("/health", health)
-    app.add_api_route("/ready", ready)
-    app.add_api_route("/stats", stats)
-    app.add_api_route("/metrics", metrics, response_class=PlainTextResponse)
+    _add_routes(app)
     app.add_exception_handler(EngineOverloaded, _engine_error)
     app.add_exception_handler(EngineUnavailable, _engine_error)
     app.add_exception_handler(StarletteHTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_middleware(Guard)
     return app
+
+
+def _add_routes(app: FastAPI) -> None:
+    app.add_api_route(
+        "/generate",
+        generate,
+        methods=["POST"],
+        response_model=GenerateResponse,
+        responses={200: LINES, **documented(400, 401, 408, 409, 413, 422, 429, 503)},
+        dependencies=[BEARER],
+    )
+    app.add_api_route("/health", health, responses=documented(503))
+    app.add_api_route("/ready", ready, responses=documented(503))
+    for path, answer in (("/v1/models", models), ("/stats", stats)):
+        app.add_api_route(path, answer, responses=documented(401), dependencies=[BEARER])
+    app.add_api_route(
+        "/metrics",
+        metrics,
+        response_class=Response,
+        responses={200: TEXT, **documented(401)},
+        dependencies=[BEARER],
+    )
 
 
 async def generate(body: GenerateRequest, request: Request) -> Response:
@@ -162,7 +190,7 @@ async def ready(request: Request) -> dict[str, str]:
     return {"status": "ready"}
 
 
-async def stats(request: Request) -> dict[str, Any]:
+async def stats(request: Request) -> Stats:
     """Counts since the start, and the quantiles of the times of late."""
     admission: Admission = request.app.state.admission
     return {**admission.stats(), **admission.latencies.quantiles()}

@@ -14,6 +14,8 @@ from functools import partial
 from itertools import product
 
 from fastapi import APIRouter, Request, Response
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -22,24 +24,26 @@ from apps.admission import Admission
 from apps.answer import SEND_TIMEOUT_S, wait_for_disconnect
 from apps.error_body import Failure
 from apps.errors import EngineOverloaded, EngineUnavailable
+from apps.guard import BEARER
 from apps.jobs import Ask, Job
 from apps.openai_answers import ChatForm, Form, News, TextForm, usage_of
 from apps.openai_requests import Asked, BaseRequest, ChatRequest, CompletionRequest, parse_request
+from apps.openai_schema import documented_as
 from apps.schema import RowResult
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
-router = APIRouter(prefix="/v1")
+router = APIRouter(prefix="/v1", dependencies=[BEARER])
 
 
-@router.post("/chat/completions")
+@router.post("/chat/completions", **documented_as(ChatRequest, ChatCompletion))
 async def chat_completions(request: Request) -> Response:
     return await _respond(request, ChatRequest, ChatForm)
 
 
-@router.post("/completions")
+@router.post("/completions", **documented_as(CompletionRequest, Completion))
 async def completions(request: Request) -> Response:
     return await _respond(request, CompletionRequest, TextForm)
 

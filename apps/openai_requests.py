@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from apps.engines.base import EngineLimits
 from apps.error_body import Failure
-from apps.schema import Message, Row, SamplingParams
+from apps.schema import Message, Row, SamplingParams, TokenId
 from apps.strict import Strict, Text
 
 MAX_N = 128
@@ -56,7 +56,11 @@ HARMLESS: Harmless = {
     "top_logprobs": (0,),
     "verbosity": ("medium",),
 }
-"""Values of unsupported parameters that ask for what happens anyway. Of others those are false and empty."""
+"""Values of unsupported parameters that ask for what happens anyway."""
+HARMLESS_IF_UNKNOWN: tuple[object, ...] = (None, False, "", [], {})
+"""Values of parameters that nothing here names."""
+HARMLESS_IN_MESSAGES: tuple[object, ...] = (None, [])
+"""Clients send an assistant's turn back as it came, with these for what it has not."""
 SENT_AS = {"max_tokens": "max_completion_tokens", "structured_outputs": "response_format"}
 """How a client may have sent a sampling parameter."""
 
@@ -126,11 +130,10 @@ class BaseRequest(Strict):
 
 
 def _without_empty(messages: Any) -> Any:
-    """Clients send an assistant's turn back as it came, with null or an empty list for what it has not."""
     if not isinstance(messages, list):
         return messages
     return [
-        {name: value for name, value in message.items() if value is not None and value != []}
+        {name: value for name, value in message.items() if value not in HARMLESS_IN_MESSAGES}
         if isinstance(message, dict)
         else message
         for message in messages
@@ -140,7 +143,12 @@ def _without_empty(messages: Any) -> Any:
 class ChatRequest(BaseRequest):
     harmless: ClassVar[Harmless] = {**HARMLESS, "add_special_tokens": (False,)}
 
-    messages: Annotated[list[Message], FailFast(), BeforeValidator(_without_empty), Field(min_length=1)]
+    messages: Annotated[
+        list[Message],
+        FailFast(),
+        BeforeValidator(_without_empty, json_schema_input_type=list[Message]),
+        Field(min_length=1),
+    ]
     max_completion_tokens: int | None = None
 
     def prompts(self) -> list[dict[str, Any]]:
@@ -167,10 +175,17 @@ def _as_prompts(prompt: Any) -> Any:
     return prompts
 
 
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Prompts = Annotated[list[Text | Tokens], Field(min_length=1)]
+
+
 class CompletionRequest(BaseRequest):
     harmless: ClassVar[Harmless] = {**HARMLESS, "add_special_tokens": (True,)}
 
-    prompt: Annotated[list[Any], BeforeValidator(_as_prompts)]
+    prompt: Annotated[
+        list[Any],
+        BeforeValidator(_as_prompts, json_schema_input_type=Text | Tokens | Prompts),
+    ]
 
     def prompts(self) -> list[dict[str, Any]]:
         return [{"prompt": prompt} for prompt in self.prompt]
@@ -237,8 +252,13 @@ def _is_harmless(kind: type[BaseRequest], name: str, value: Any) -> bool:
     if name in kind.model_fields or name in SamplingParams.model_fields:
         return False
     if name in kind.harmless:
-        return value in kind.harmless[name]
-    return value is False or value in ("", [], {})
+        return _is_among(value, kind.harmless[name])
+    return _is_among(value, HARMLESS_IF_UNKNOWN)
+
+
+def _is_among(value: Any, values: tuple[object, ...]) -> bool:
+    """As JSON has it, where 1 is 1.0 but not true."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
 def _check_model(request: BaseRequest, limits: EngineLimits) -> None:

@@ -15,12 +15,14 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetJsonSchemaHandler,
     StrictInt,
     Tag,
     TypeAdapter,
     ValidationError,
     model_validator,
 )
+from pydantic_core import CoreSchema
 
 from apps.errors import PERMANENT_KINDS, ErrorKind, PromptError
 from apps.strict import MAX_ERROR_CHARS as MAX_ERROR_CHARS
@@ -62,7 +64,12 @@ class Message(Strict):
     """One turn of a conversation; the model's own chat template turns a list of them into a prompt."""
 
     role: Text
-    content: Annotated[Text, BeforeValidator(_join_parts)]
+    content: Annotated[
+        Text,
+        BeforeValidator(
+            _join_parts, json_schema_input_type=str | Annotated[list[TextPart], Field(min_length=1)]
+        ),
+    ]
     """Text, or a list of `{"type": "text", "text": …}`, which becomes text."""
 
 
@@ -208,11 +215,16 @@ class RawRow(BaseModel):
 
     id: Annotated[Text, Field(strict=True)]
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, raw: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """What a row should be, and what is answered all the same."""
+        return {"anyOf": [handler(Row.__pydantic_core_schema__), handler(raw)]}
+
 
 class GenerateRequest(BaseModel):
     """Body of `POST /generate`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     rows: Annotated[list[RawRow], Field(min_length=1)]
     task_id: Text = ""
