@@ -33,7 +33,17 @@ from apps.gpu import GpuCollector
 from apps.guard import BEARER, Guard
 from apps.logs import log_lines
 from apps.metrics import Quantiles
-from apps.schema import NDJSON, GenerateRequest, GenerateResponse, ModelCard, ModelList, RowResult, as_error
+from apps.schema import (
+    NDJSON,
+    Done,
+    GenerateRequest,
+    GenerateResponse,
+    Heartbeat,
+    ModelCard,
+    ModelList,
+    RowResult,
+    as_error,
+)
 from apps.settings import AppSettings
 from apps.shutdown import drain_on_sigterm
 
@@ -45,16 +55,9 @@ LAST_ANSWERS_S = 1.0
 """Time for the failed rows of a dead engine to reach their callers."""
 USE_INTERVAL_S = 60.0
 """Between two lines in the log on how well the engine is used."""
-LINES = {
-    "content": {
-        NDJSON: {
-            "schema": {
-                "type": "string",
-                "description": "If accepted: a line a result as its row finishes, and last their number.",
-            }
-        }
-    },
-}
+LINE = {"anyOf": [kind.model_json_schema(mode="serialization") for kind in (RowResult, Heartbeat, Done)]}
+LINES = {"content": {NDJSON: {"itemSchema": LINE}}}
+"""If accepted."""
 TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 Stats = dict[str, int | float | dict[str, int] | Quantiles | None]
 
@@ -110,12 +113,13 @@ def create_app(
                 gc.unfreeze()
                 watching.cancel()
 
-    app = FastAPI(title="Saturate inference", lifespan=lifespan)
+    app = FastAPI(title="Saturate inference", lifespan=lifespan, redirect_slashes=False)
     _add_routes(app)
     app.add_exception_handler(EngineOverloaded, _engine_error)
     app.add_exception_handler(EngineUnavailable, _engine_error)
     app.add_exception_handler(StarletteHTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(Exception, _our_bug)
     app.add_middleware(Guard)
     return app
 
@@ -218,7 +222,13 @@ async def _validation_error(_: Request, exc: Exception) -> Response:
     assert isinstance(exc, RequestValidationError)
     first = exc.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
-    return Failure(422, f"{field}: {first['msg']}", param=as_error(field)).response()
+    wrong = first["msg"].removeprefix("Value error, ")
+    return Failure(422, f"{field}: {wrong}", param=as_error(field)).response()
+
+
+async def _our_bug(_: Request, exc: Exception) -> Response:
+    """Starlette raises it again, and uvicorn logs it."""
+    return Failure(500, f"unexpected {type(exc).__name__}").response()
 
 
 app = create_app()

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic.config import JsonDict
 from pydantic_core import from_json
 
 from apps.engines.base import EngineLimits
 from apps.error_body import Failure
 from apps.schema import Message, Row, SamplingParams, TokenId
-from apps.strict import Strict, Text
+from apps.strict import OnlyBool, Strict, Text
 
 MAX_N = 128
 """Completions of one prompt: OpenAI's own limit."""
@@ -101,8 +102,16 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
-    continuous_usage_stats: Literal[False] = False
+    include_obfuscation: Annotated[Literal[False], OnlyBool] = False
+    continuous_usage_stats: Annotated[Literal[False], OnlyBool] = False
+
+
+TURN: JsonDict = {"role": "user", "content": "Is 17 prime?"}
+EXAMPLE: JsonDict = {
+    "max_tokens": 4,
+    "response_format": {"type": "text"},
+    "structured_outputs": {"choice": ["yes", "no"]},
+}
 
 
 class BaseRequest(Strict):
@@ -141,6 +150,7 @@ def _without_empty(messages: Any) -> Any:
 
 
 class ChatRequest(BaseRequest):
+    model_config = ConfigDict(json_schema_extra={"examples": [{**EXAMPLE, "messages": [TURN]}]})
     harmless: ClassVar[Harmless] = {**HARMLESS, "add_special_tokens": (False,)}
 
     messages: Annotated[
@@ -149,7 +159,7 @@ class ChatRequest(BaseRequest):
         BeforeValidator(_without_empty, json_schema_input_type=list[Message]),
         Field(min_length=1),
     ]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
 
     def prompts(self) -> list[dict[str, Any]]:
         return [{"messages": self.messages}]
@@ -180,6 +190,7 @@ Prompts = Annotated[list[Text | Tokens], Field(min_length=1)]
 
 
 class CompletionRequest(BaseRequest):
+    model_config = ConfigDict(json_schema_extra={"examples": [{**EXAMPLE, "prompt": TURN["content"]}]})
     harmless: ClassVar[Harmless] = {**HARMLESS, "add_special_tokens": (True,)}
 
     prompt: Annotated[
@@ -273,6 +284,7 @@ def _samplings(request: BaseRequest, sent: dict[str, Any], limits: EngineLimits)
     if "structured_outputs" in implied and "structured_outputs" in sent:
         message = "response_format and structured_outputs cannot both be given"
         raise Failure(400, message, param="structured_outputs")
+    SamplingParams.model_validate({name: sent[name] for name in sent.keys() & implied.keys()})
     fields = {**OPENAI_DEFAULTS, "max_tokens": request.default_max_tokens(limits), **sent, **implied}
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]

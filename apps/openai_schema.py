@@ -13,6 +13,12 @@ from apps.schema import SamplingParams
 Schema = dict[str, Any]
 
 NULL: Schema = {"type": "null"}
+EVENT: Schema = {
+    "type": "object",
+    "description": "If `stream` is set: `data` is a chunk or an error as JSON, and `[DONE]` in the last.",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
 
 
 class Documented(TypedDict):
@@ -26,7 +32,7 @@ class Documented(TypedDict):
 def documented_as(request: type[BaseRequest], answer: type[BaseModel]) -> Documented:
     content = {
         "application/json": {"schema": inlined(answer)},
-        "text/event-stream": {"schema": {"type": "string", "description": "If `stream` is set."}},
+        "text/event-stream": {"itemSchema": EVENT},
     }
     body = {"required": True, "content": {"application/json": {"schema": body_schema(request)}}}
     return {

@@ -22,6 +22,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.config import JsonDict
 from pydantic_core import CoreSchema
 
 from apps.errors import PERMANENT_KINDS, ErrorKind, PromptError
@@ -99,7 +100,7 @@ TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 class SamplingParams(Strict):
     """What changes a completion, under vLLM's names and within its bounds; greedy unless asked otherwise."""
 
-    n: Annotated[int, AfterValidator(_check_single)] = 1
+    n: Annotated[int, AfterValidator(_check_single), Field(json_schema_extra={"const": 1})] = 1
     """A row has one completion."""
     temperature: float = Field(0.0, ge=0.0, le=2.0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -221,10 +222,20 @@ class RawRow(BaseModel):
         return {"anyOf": [handler(Row.__pydantic_core_schema__), handler(raw)]}
 
 
+EXAMPLE: JsonDict = {
+    "rows": [
+        {"id": "0", "prompt": "Is 17 prime?"},
+        {"id": "1", "messages": [{"role": "user", "content": "Is 18?"}], "sampling": {"max_tokens": 4}},
+    ],
+    "sampling": {"temperature": 0.7, "structured_outputs": {"choice": ["yes", "no"]}},
+    "deadline_s": 60.0,
+}
+
+
 class GenerateRequest(BaseModel):
     """Body of `POST /generate`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"examples": [EXAMPLE]})
 
     rows: Annotated[list[RawRow], Field(min_length=1)]
     task_id: Text = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_ERROR_CHARS = 200
 
@@ -57,3 +57,13 @@ class Strict(BaseModel):
 @cache
 def _field_names(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(info.alias or name for name, info in model.model_fields.items())
+
+
+def _check_bool(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise ValueError("true or false is expected")
+    return value
+
+
+OnlyBool = BeforeValidator(_check_bool)
+"""For a literal, which takes 1 for true, however strict the model."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from apps.strict import Strict, check_unicode
+from apps.strict import OnlyBool, Strict, check_unicode
 
 MAX_SCHEMA_BYTES = 65_536
 MAX_SCHEMA_DEPTH = 64
@@ -111,7 +111,7 @@ class StructuredOutputs(Strict):
         | None
     ) = None
     choice: Annotated[list[Choice], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
-    json_object: Literal[True] | None = None
+    json_object: Annotated[Literal[True], OnlyBool] | None = None
     """Any JSON object."""
 
     @model_validator(mode="after")
