@@ -7,7 +7,13 @@ from typing import Any, TypedDict
 from pydantic import BaseModel
 
 from apps.error_body import documented
-from apps.openai_requests import HARMLESS_IF_UNKNOWN, HARMLESS_IN_MESSAGES, IGNORED, BaseRequest
+from apps.openai_requests import (
+    HARMLESS_IF_UNKNOWN,
+    HARMLESS_IN_MESSAGES,
+    IGNORED,
+    OPENAI_DEFAULTS,
+    BaseRequest,
+)
 from apps.schema import SamplingParams
 
 Schema = dict[str, Any]
@@ -55,6 +61,9 @@ def body_schema(request: type[BaseRequest]) -> Schema:
     }
     stop = properties["stop"]
     properties["stop"] = {"anyOf": [stop["items"], stop]}
+    properties["max_tokens"].pop("default")
+    for name, value in OPENAI_DEFAULTS.items():
+        properties[name]["default"] = value
     for name in properties.keys() - set(own["required"]):
         properties[name] = {"anyOf": [properties[name], NULL]}
     properties |= {name: {} for name in sorted(IGNORED)}

@@ -110,6 +110,9 @@ async def test_bad_rows_of_a_request_leave_the_others_answered() -> None:
         pytest.param({"rows": [{"id": "a", "\ud800": "a"}]}, 422, id="key that is no text"),
         pytest.param({"rows": [{"id": "a" * 10**6}] * 2}, 422, id="long ids twice"),
         pytest.param({**make_body(), "modle": "sim"}, 422, id="misspelt field"),
+        pytest.param({**make_body(), "deadline_s": "5"}, 422, id="deadline as text"),
+        pytest.param({**make_body(), "deadline_s": True}, 422, id="deadline as truth"),
+        pytest.param({**make_body(), "deadline_s": float("inf")}, 422, id="endless deadline"),
         pytest.param(make_body(11), 413, id="more rows than the queue holds"),
     ],
 )
@@ -118,6 +121,25 @@ async def test_a_request_at_fault_is_refused(body: object, status: int) -> None:
         response = await client.post("/generate", content=json.dumps(body), headers=JSON)
     assert response.status_code == status
     assert 0 < len(response.text) < 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/generate", 405),
+        ("TRACE", "/v1/models", 405),
+        ("GET", "/nope", 404),
+        ("POST", "/generate/", 404),
+    ],
+)
+async def test_what_no_route_takes_is_an_error_in_the_common_form(
+    method: str, path: str, status: int
+) -> None:
+    async with client_of() as client:
+        response = await client.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert ("Allow" in response.headers) == (status == 405)
 
 
 async def test_a_body_beyond_the_limit_is_refused() -> None:

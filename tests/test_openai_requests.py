@@ -180,6 +180,8 @@ def test_special_tokens_are_added_as_each_route_does() -> None:
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
+        ({"best_of": True}, "best_of"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
@@ -196,6 +198,7 @@ def test_special_tokens_are_added_as_each_route_does() -> None:
         ({"stop": [1]}, "stop"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ({"stream_options": {"continuous_usage_stats": 0}}, "stream_options"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -213,6 +216,7 @@ def test_special_tokens_are_added_as_each_route_does() -> None:
             "structured_outputs",
         ),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -235,6 +239,7 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: s
         ({"messages": MESSAGES, "prompt": "a"}, "prompt"),
         ({"messages": [{"role": "user", "content": " "}]}, None),
         ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": MESSAGES, "max_completion_tokens": 5, "max_tokens": 0}, "max_tokens"),
     ],
     ids=lambda value: str(value)[:60],
 )

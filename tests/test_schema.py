@@ -159,6 +159,7 @@ def test_wrong_sampling_is_named(sampling: Any, message: str) -> None:
         pytest.param({"choice": ["a" * 1_001]}, id="long choice"),
         pytest.param({"choice": [""]}, id="empty choice"),
         pytest.param({"json_object": False}, id="json_object"),
+        pytest.param({"json_object": 1}, id="json_object 1"),
         pytest.param({"structural_tag": "{}"}, id="unknown"),
         pytest.param(nested(100_000), id="deep list"),
     ],
