@@ -6,9 +6,9 @@ import json
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from apps.strict import OnlyBool, Strict, check_unicode
+from apps.strict import OnlyBool, SomeText, Strict, check_unicode
 
 MAX_SCHEMA_BYTES = 65_536
 MAX_SCHEMA_DEPTH = 64
@@ -86,6 +86,13 @@ def _check_schema_bytes(text: str) -> str:
 Choice = Annotated[str, Field(min_length=1, max_length=MAX_LITERAL_CHARS), AfterValidator(check_unicode)]
 
 
+ONE_GIVEN: list[JsonValue] = [
+    {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+    for name in ("json", "regex", "choice", "json_object")
+]
+"""In JSON schema."""
+
+
 class StructuredOutputs(Strict):
     """What the text must match, under vLLM's names: exactly one of the fields.
 
@@ -93,11 +100,11 @@ class StructuredOutputs(Strict):
     single token for good. The bounds above keep the others to milliseconds.
     """
 
-    model_config = ConfigDict(serialize_by_alias=True)
+    model_config = ConfigDict(serialize_by_alias=True, json_schema_extra={"oneOf": ONE_GIVEN})
 
     json_schema: Annotated[
         str | None,
-        BeforeValidator(_canonical_schema),
+        BeforeValidator(_canonical_schema, json_schema_input_type=dict[str, Any] | SomeText | None),
         AfterValidator(lambda text: text and _check_schema_bytes(check_unicode(text))),
     ] = Field(None, alias="json")
     """A JSON schema, as an object or as text."""

@@ -16,8 +16,7 @@ REASONS = re.compile(
     "|row ids must be unique"
     "|the prompt is empty"
     "|response_format and structured_outputs cannot both be given"
-    "|exactly one of json, regex, choice, grammar and json_object"
-    # Text that is to be JSON, and an object.
+    # Text that is to hold a JSON object.
     "|structured_outputs.json: "
     # JSON Schema counts 1.0 among the integers, the app does not.
     "|should be a valid integer|list of token ids"
