@@ -33,6 +33,7 @@ from apps.gpu import GpuCollector
 from apps.guard import BEARER, Guard
 from apps.logs import log_lines
 from apps.metrics import Quantiles
+from apps.profiling import add_profile_routes
 from apps.schema import (
     NDJSON,
     Done,
@@ -83,6 +84,8 @@ def create_app(
         with log_lines(settings.log_format):
             app.state.engine = engine = make_engine(settings)
             logger.info("engine ready: %s", engine.limits)
+            if settings.profiler_dir is not None and isinstance(engine, VLLMEngine):
+                add_profile_routes(app, engine)
             try:
                 async with _serving(app, engine, settings):
                     yield
